@@ -1,0 +1,140 @@
+"""Every private torch or driver call the package makes, each with the versions it was read and tried on.
+
+Nothing else in the package touches `torch._C` or the CUDA driver library, so a new torch release is checked here and
+nowhere else. Functions are thin: no policy, no state beyond the cached driver handle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11 - 2.13
+
+__all__ = ["TorchDispatchMode"]
+
+
+# -- tensors and storages (2.11 - 2.13) -------------------------------------------------------------------------------
+
+
+def data_address(tensor: torch.Tensor) -> int:
+    """The address of the first element, read without asking for write access."""
+    start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return start + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def storage_handle(tensor: torch.Tensor) -> int:
+    """An identity of the tensor's storage; re-used by the next storage unless a `storage_weakref` is held."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_owners(tensor: torch.Tensor) -> int:
+    """How many C++ references the storage has, less the one that asking takes."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def storage_weakref(tensor: torch.Tensor) -> Any:
+    """Keeps the storage's identity from being re-used, and not its memory alive; has `expired()`."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def tensor_at(
+    address: int, nbytes: int, dtype: torch.dtype, device: torch.device, size: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor over foreign memory: it owns nothing and its storage cannot be resized. CPU and CUDA."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, stride)
+
+
+def forbid_data_access(tensor: torch.Tensor) -> None:
+    """From now on `data_ptr`, numpy, DLPack, pickle and every writing kernel raise for this storage."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+# -- dispatch (2.11 - 2.13) -------------------------------------------------------------------------------------------
+
+
+def has_kernel(operator_name: str, dispatch_key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator_name, dispatch_key))
+
+
+def without_torch_function() -> Any:
+    """A context in which torch functions ignore subclasses and function modes."""
+    return torch._C.DisableTorchFunction()
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Runs a block outside every dispatch mode and function mode, as if none had been entered.
+
+    A body that is compiled must not meet a mode: Dynamo would skip it for good.
+    """
+    stack = []
+    while torch._C._len_torch_function_stack():
+        stack.append(torch._C._pop_torch_function_stack())
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(stack):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def pytree_node(kind: type) -> tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[Any, Any], Any]] | None:
+    """How torch's registry takes a container apart and builds it again, or None for a leaf."""
+    node = torch_pytree.SUPPORTED_NODES.get(kind)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+# -- the CUDA caching allocator and generator (2.11 - 2.13) -----------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _snapshot_options() -> dict[str, bool]:
+    accepts = inspect.signature(torch.cuda.memory_snapshot).parameters
+    return {"include_traces": False} if "include_traces" in accepts else {}
+
+
+def pool_snapshot(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    """The allocator's segments of one private pool, each with its blocks."""
+    segments = torch.cuda.memory_snapshot(mempool_id=pool, **_snapshot_options())  # type: ignore[no-untyped-call]
+    return [s for s in segments if tuple(s["segment_pool_id"]) == pool]
+
+
+def stop_routing_to_pool(device: int, pool: tuple[int, int]) -> None:
+    """After a capture that failed: the allocator no longer sends this device's allocations to the pool (2.11)."""
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        getattr(torch._C, name)(device, pool)
+
+
+# -- the CUDA driver --------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def graph_node_count(raw_graph: int) -> int:
+    """Nodes of a recorded graph (`cuGraphGetNodes` with no buffer)."""
+    count = ctypes.c_size_t(0)
+    status = _driver().cuGraphGetNodes(ctypes.c_void_p(raw_graph), None, ctypes.byref(count))
+    if status:
+        raise RuntimeError(f"cuGraphGetNodes failed with driver error {status}")
+    return count.value
+
+
+def capture_status(stream: torch.cuda.Stream) -> str:
+    """``none``, ``active`` or ``invalidated`` (`cuStreamIsCapturing`)."""
+    status = ctypes.c_int(0)
+    _driver().cuStreamIsCapturing(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
+    return ("none", "active", "invalidated")[status.value]

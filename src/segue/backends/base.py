@@ -1,0 +1,98 @@
+"""The contract of a backend: how one shape is recorded and replayed.
+
+A backend knows a lane, a key and a function of no arguments; it knows no runner, no phase, no engine. The function
+reads its inputs from static memory that its runner prepared, and returns the outputs.
+
+Recording takes two calls, so that a pass can warm every rung first, flush once, and capture all: `trace` runs the
+function once, watched, and answers with its result; `record` captures it and executes nothing. `like` is the trace of a
+larger rung of the same function: the new rung is then traced lightly and shares what the other found.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from segue.graph import Recorder, Recording, Trace, traced
+from segue.memory.lane import Lane
+from segue.observe.decision import GraphRecord
+from segue.shapes.key import ShapeKey
+
+Forward = Callable[[], Any]
+
+
+class Replayable(Protocol):
+    """One recorded shape. `replay` returns the output, valid until the lane's next replay; hold the lane meanwhile."""
+
+    record: GraphRecord
+    replay: Callable[[], Any]
+
+    def close(self) -> None: ...
+
+
+class Backend(ABC):
+    """Records shapes into one lane. `is_segmented` says whether its recordings break at marked functions, so that what
+    a break reads need not be part of the key."""
+
+    name: ClassVar[str]
+    is_segmented: ClassVar[bool]
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+    @abstractmethod
+    def trace(self, forward: Forward, like: Trace | None = None) -> tuple[Any, Trace]:
+        """Runs `forward` once on the current stream and returns its result and the trace."""
+
+    @abstractmethod
+    def record(self, key: ShapeKey, forward: Forward, trace: Trace) -> Replayable:
+        """Captures `forward`. Executes nothing; raises `CaptureError` with everything back in its place."""
+
+
+class GraphReplay:
+    """A `Recording` with its row of the ledger."""
+
+    def __init__(self, recording: Recording, record: GraphRecord) -> None:
+        self.recording = recording
+        self.record = record
+        self.replay: Callable[[], Any] = recording.replay
+
+    def close(self) -> None:
+        self.recording.close()
+
+
+class RecordingBackend(Backend):
+    """What `full` and `breakable` share: the recorder, told whether to break."""
+
+    def trace(self, forward: Forward, like: Trace | None = None) -> tuple[Any, Trace]:
+        device = self.lane.device
+        if like is None or device.traces_shapes:
+            return traced(forward, device, is_full=True, segmented=self.is_segmented)
+        output, trace = traced(forward, device, is_full=False, segmented=self.is_segmented)
+        if not trace.has_same_breaks(like):
+            return traced(forward, device, is_full=True, segmented=self.is_segmented)
+        trace.share(like)
+        return output, trace
+
+    def record(self, key: ShapeKey, forward: Forward, trace: Trace) -> GraphReplay:
+        lane = self.lane
+        pool = lane.pool
+        pool_before, memory_before = pool.reserved_bytes, lane.device.memory()
+        recorder = Recorder(lane.device, pool, lane.stream, trace, segmented=self.is_segmented)
+        recording = recorder.record(forward)
+        pool_bytes = pool.reserved_bytes - pool_before
+        driver_bytes = lane.device.memory().driver_used - memory_before.driver_used - pool_bytes
+        record = GraphRecord(
+            key=key,
+            backend=self.name,
+            segments=len(recording.segments),
+            breaks=len(recording.breaks),
+            nodes=recording.nodes,
+            pool_bytes=pool_bytes,
+            driver_bytes=max(driver_bytes, 0) if lane.device.kind == "cuda" else 0,
+            warmup_s=trace.seconds,
+            capture_s=recording.capture_s,
+            instantiate_s=recording.instantiate_s,
+        )
+        return GraphReplay(recording, record)

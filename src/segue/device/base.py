@@ -1,0 +1,134 @@
+"""The contract of a device: what can record work, and replay it at the same addresses.
+
+A `Pool` is the memory of one lane: everything that is allocated while a capture of that pool is open comes out of it,
+and a block is re-used as soon as its last tensor dies, by the same recording or a later one. That is sound because
+recordings of one pool never overlap in time.
+
+A `Capture` is one session over one forward pass. It may hold several segments: `begin`, work, `end`, `begin`, work,
+`end`. Capture executes nothing. Whatever goes wrong, `abort` puts the device back: the next capture works, memory
+returns to its level, generators are where they were. After a fault that the pool cannot survive `pool.is_retired` is
+true: its graphs live on, new ones need a new pool.
+
+Two implementations, `cuda` and `cpu`, pass one contract test suite. This folder knows nothing of what stands above it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from segue._compat import data_address, tensor_at
+from segue.device.operations import Operation, extent_bytes
+
+Observer = Callable[[Operation, tuple[Any, ...], dict[str, Any], Any], None]
+"""Told of every primitive operation that a watched capture meets: operation, arguments, keyword arguments, result."""
+
+ShapeMemo = dict[Any, Any]
+"""`operations.signature` of a call -> geometries of its results, filled by a trace from real kernels."""
+
+
+class Memory(NamedTuple):
+    """Bytes: `reserved` by torch's allocator or our pools, `driver_used` as the driver sees the whole device."""
+
+    reserved: int
+    driver_used: int
+
+
+class DeviceGraph(Protocol):
+    """One recorded segment. `nodes` counts what a replay submits; None where the device cannot tell."""
+
+    nodes: int | None
+    instantiate_s: float
+
+    def replay(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Pool(Protocol):
+    """Memory of one lane. `reserved_bytes` is what it holds, `live_blocks` the blocks (address -> bytes) in use."""
+
+    is_retired: bool
+
+    @property
+    def reserved_bytes(self) -> int: ...
+
+    def live_blocks(self) -> dict[int, int]: ...
+
+    def segments(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each piece of memory that the pool reserved."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Capture(Protocol):
+    """One recording session. `is_valid` turns false when the device refused something that cannot be taken back."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> DeviceGraph | None:
+        """Closes the segment; None where it recorded nothing. Raises what the device refused, if anything."""
+        ...
+
+    def abort(self) -> None: ...
+
+    def unrecorded(self) -> AbstractContextManager[Any]:
+        """Inside, our own bookkeeping is neither recorded nor observed."""
+        ...
+
+    def failure(self, error: BaseException) -> BaseException | None:
+        """The `CaptureError` behind `error`, or None where `error` is the user's own."""
+        ...
+
+
+class Device(ABC):
+    """What can record and replay. Stateless apart from streams; safe to share between lanes and threads."""
+
+    kind: str
+    device: torch.device
+    traces_shapes: bool
+    """Whether every capture needs a full trace's shape memo."""
+
+    @abstractmethod
+    def open_pool(self, stream: Any) -> Pool: ...
+
+    @abstractmethod
+    def capture(
+        self, pool: Pool, stream: Any, observer: Observer | None = None, shapes: ShapeMemo | None = None
+    ) -> AbstractContextManager[Capture]:
+        """A session on `stream`; entered before the first `begin`, left after the last `end` or `abort`."""
+
+    @abstractmethod
+    def new_stream(self) -> Any: ...
+
+    @abstractmethod
+    def current_stream(self) -> Any: ...
+
+    @abstractmethod
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Runs a block on `stream`, ordered behind the current stream's work and before what follows on it."""
+
+    @abstractmethod
+    def order(self, before: Any, after: Any) -> None:
+        """Work queued on `after` from now on waits for what `before` has queued until now."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Waits for the device and gives cached memory back."""
+
+    @abstractmethod
+    def memory(self) -> Memory: ...
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A normal tensor over the same memory that keeps nothing alive: its storage spans exactly the tensor."""
+        size, stride = tuple(tensor.shape), tensor.stride()
+        nbytes = extent_bytes(tensor.dtype, size, stride)
+        with torch.inference_mode(False):
+            if nbytes == 0:
+                return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+            return tensor_at(data_address(tensor), nbytes, tensor.dtype, tensor.device, size, stride)

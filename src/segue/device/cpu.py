@@ -1,0 +1,270 @@
+"""The cpu device: records ATen calls and replays them at the same addresses. It is no accelerator.
+
+It exists so that every rule of the package is developed, tested and checked without a GPU, and so it keeps CUDA's
+manners: capture executes nothing, results hold poison, live state is not written, no generator advances, a host read
+raises with the operation and the user's line, and memory dies and is re-used as in CUDA's allocator.
+
+The one hard idea is where shapes come from, since nothing runs: from the *memo* that the trace filled with what the
+real kernels returned, and from meta kernels only where the memo has no answer (meta kernels are wrong for some
+operations: bf16 layer norm, batch norm's saved statistics). A refusal is sticky: code that catches our error and goes
+on gets it again at the end, so no recording is built on a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from segue._compat import forbid_data_access, without_modes
+from segue.device.base import Device, DeviceGraph, Memory, Observer, ShapeMemo
+from segue.device.cpu_pool import CpuPool
+from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step
+from segue.device.operations import Geometry, Operation, geometry, signature, tensors
+from segue.device.watch import HostReads, OperationMode, describe_line, user_line
+from segue.errors import CaptureError, HostReadError
+
+
+class CpuDevice(Device):
+    """Ordinary memory as a recording device."""
+
+    kind = "cpu"
+    traces_shapes = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def open_pool(self, stream: Any = None) -> CpuPool:
+        return CpuPool()
+
+    @contextlib.contextmanager
+    def capture(
+        self, pool: Any, stream: Any = None, observer: Observer | None = None, shapes: ShapeMemo | None = None
+    ) -> Iterator[CpuCapture]:
+        session = CpuCapture(pool, observer, {} if shapes is None else shapes)
+        with HostReads(session.refuse_read), _CaptureMode(session):
+            yield session
+
+    def new_stream(self) -> None:
+        return None
+
+    def current_stream(self) -> None:
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def order(self, before: Any, after: Any) -> None:
+        return None
+
+    def flush(self) -> None:
+        return None
+
+    def memory(self) -> Memory:
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return Memory(reserved=0, driver_used=peak_kib * 1024)
+
+
+class CpuGraph:
+    """A tape. Replays under one `inference_mode`, where in-place and `out=` work for every kind of tensor."""
+
+    instantiate_s = 0.0
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps = steps
+        self.nodes: int | None = len(steps)
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for call, args, kwargs in self._steps:
+                call(*args, **kwargs)
+
+    def close(self) -> None:
+        self._steps = []
+
+
+class CpuCapture:
+    """One session; `record` is called by the mode for every primitive operation between `begin` and `end`."""
+
+    def __init__(self, pool: CpuPool, observer: Observer | None, shapes: ShapeMemo) -> None:
+        self._pool = pool
+        self._observer = observer
+        self._shapes = shapes
+        self._tape_arguments = TapeArguments(pool)
+        self._steps: list[Step] | None = None
+        self._refusal: CaptureError | None = None
+
+    def begin(self) -> None:
+        if self._steps is not None:
+            raise CaptureError("a capture is already open in this session")
+        self._steps = []
+
+    def end(self) -> DeviceGraph | None:
+        steps, self._steps = self._steps, None
+        if self._refusal is not None:
+            raise self._refusal
+        return CpuGraph(steps) if steps else None
+
+    def abort(self) -> None:
+        self._steps = None
+
+    def failure(self, error: BaseException) -> BaseException | None:
+        if isinstance(error, CaptureError):
+            return error
+        if self._refusal is not None:
+            return self._refusal
+        return None
+
+    def unrecorded(self) -> AbstractContextManager[Any]:
+        return without_modes()
+
+    # -- what the modes call ------------------------------------------------------------------------------------------
+
+    def record(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._steps is None or _is_elsewhere(args, kwargs):
+            return op.overload(*args, **kwargs)
+        result = self._record(op, args, kwargs)
+        if self._observer is not None:
+            self._observer(op, args, kwargs, result)
+        return result
+
+    def refuse_read(self, what: str) -> None:
+        if self._steps is not None:
+            self._refuse(
+                HostReadError,
+                f"{what} reads tensor data on the host, which a recording cannot repeat: keep the value on the device, "
+                "pass it as an argument, or read it inside an @segue.eager_on_graph function.",
+                what,
+            )
+
+    def refuse_opaque(self, name: str) -> None:
+        self._refuse(
+            CaptureError,
+            f"{name} runs a function inside an operator, which the cpu device cannot record: put the call behind "
+            "@segue.eager_on_graph.",
+            name,
+        )
+
+    def _refuse(self, kind: type[CaptureError], message: str, operation: str) -> None:
+        if self._refusal is None:
+            location = describe_line(user_line())
+            where = f" ({location})" if location else ""
+            self._refusal = kind(message + where, operation=operation, location=location)
+        raise self._refusal
+
+    def _record(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op.reads_host(args):
+            self.refuse_read(op.name)
+        if op.moves_storage:
+            self._refuse(CaptureError, f"{op.name} moves a tensor off its captured address.", op.name)
+        if op.is_view or not op.returns_tensors:
+            return op.overload(*args, **kwargs)
+        if op.writes_names and _returns_only_arguments(op):
+            return self._record_write(op, args, kwargs)
+        results = [self._allocate(g) for g in self._geometries(op, args, kwargs)]
+        if not op.allocates:
+            assert self._steps is not None
+            views = [None if r is None else self._pool.view(r) if r.numel() else r for r in results]
+            tape_args, tape_kwargs = self._tape_arguments.of(args), self._tape_kwargs(kwargs)
+            self._steps.append(functional_step(op, tape_args, tape_kwargs, views))
+        return _rebuild(op, args, kwargs, results)
+
+    def _record_write(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._steps is not None
+        self._steps.append(Step(op.call, self._tape_arguments.of(args), self._tape_kwargs(kwargs)))
+        written = op.written(args, kwargs)
+        if op.returns == 0:
+            return None
+        return written[0] if op.returns == 1 else tuple(written)
+
+    def _tape_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {k: self._tape_arguments.of(v) for k, v in kwargs.items()} if kwargs else kwargs
+
+    def _allocate(self, wanted: Geometry | None) -> torch.Tensor | None:
+        if wanted is None:
+            return None
+        result = self._pool.allocate(*wanted)
+        forbid_data_access(result)
+        return result
+
+    def _geometries(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Geometry | None]:
+        key = signature(op, args, kwargs)
+        known = self._shapes.get(key) if key is not None else None
+        if known is None:
+            known = self._from_meta(op, args, kwargs)
+            if key is not None:
+                self._shapes[key] = known
+        return known  # type: ignore[no-any-return]
+
+    def _from_meta(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Geometry | None]:
+        options = {k: _to_meta(v) for k, v in kwargs.items()}
+        if "device" in options or next(tensors(args), None) is None:
+            options["device"] = torch.device("meta")
+        try:
+            result = op.overload(*_to_meta(args), **options)
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, NotImplementedError) or "fake impl" in str(error) or "Meta" in str(error):
+                self._refuse(
+                    CaptureError,
+                    f"the shape of {op.name}'s result is unknown: it has no meta kernel and the traced warm-up did not "
+                    "call it with these shapes. Give the operator a fake implementation (torch.library.register_fake).",
+                    op.name,
+                )
+            raise
+        return fresh_geometries(op, result)
+
+
+class _CaptureMode(OperationMode):
+    def __init__(self, session: CpuCapture) -> None:
+        super().__init__()
+        self._session = session
+
+    def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._session.record(op, args, kwargs)
+
+    def handle_opaque(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._session.refuse_opaque(str(func))
+
+
+def fresh_geometries(op: Operation, result: Any) -> list[Geometry | None]:
+    """Geometry of each tensor that the call made, in order, lists flattened; None for an undefined one."""
+    return [geometry(r) for r in fresh_results(op, result)]
+
+
+def _returns_only_arguments(op: Operation) -> bool:
+    return all(r.alias_info is not None and r.alias_info.is_write for r in op.overload._schema.returns)
+
+
+def _is_elsewhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Calls on the meta device and on other devices are none of ours."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return True
+    return any(t.device.type != "cpu" for t in tensors(args))
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        with torch.inference_mode(torch.is_inference_mode_enabled()):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, list):
+        return [_to_meta(v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(_to_meta(v) for v in value)
+    return value
+
+
+def _rebuild(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> Any:
+    """The schema's return structure around `results`; returns that are arguments come back as those arguments."""
+    schema = op.overload._schema
+    if len(schema.returns) == 1:
+        return results if "[]" in str(schema.returns[0].type) else results[0]
+    written = iter(op.written(args, kwargs))
+    fresh = iter(results)
+    return tuple(
+        next(written) if r.alias_info is not None and r.alias_info.is_write else next(fresh) for r in schema.returns
+    )

@@ -1,0 +1,213 @@
+"""The cpu device's pool: the CUDA caching allocator's policy over ordinary memory.
+
+Requests are rounded to 512 bytes; small ones (up to 1 MiB) come from 2 MiB chunks, others from 20 MiB chunks, from
+10 MiB on from chunks of their own in multiples of 2 MiB; best fit by (size, address); a remainder is split off from
+512 bytes (small) or 1 MiB (large) on; neighbours merge when freed. So a stale read that CUDA would show shows here,
+and peaks compare. Addresses do not.
+
+A block is free as soon as its last tensor dies: the tensor's memory is a ctypes array over the block, and a weakref on
+that array notes the death (in whatever thread it happens); the note is acted on before the next allocation.
+
+Policy and constants: c10/cuda/CUDACachingAllocator.cpp (torch 2.11).
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from segue._compat import data_address, tensor_at
+from segue.device.operations import extent_bytes
+
+_ROUND = 512
+_SMALL = 1 << 20
+_SMALL_CHUNK = 2 << 20
+_LARGE_CHUNK = 20 << 20
+_MIN_LARGE_CHUNK = 10 << 20
+_ROUND_LARGE = 2 << 20
+
+
+class _Block:
+    __slots__ = ("address", "chunk", "following", "is_free", "nbytes", "preceding")
+
+    def __init__(self, address: int, nbytes: int, chunk: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.chunk = chunk
+        self.is_free = True
+        self.preceding: _Block | None = None
+        self.following: _Block | None = None
+
+
+class CpuPool:
+    """Owns its chunks until `close`; tensors handed out must not be used after that. Guarded by the lane's lock."""
+
+    def __init__(self) -> None:
+        self.is_retired = False
+        self._chunks: list[torch.Tensor] = []
+        self._starts: list[int] = []  # sorted addresses of chunks
+        self._by_start: dict[int, int] = {}
+        self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # small, large: (bytes, address)
+        self._blocks: dict[int, _Block] = {}
+        self._guards: dict[int, Any] = {}
+        self._live: dict[int, int] = {}
+        self._dead: deque[int] = deque()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def live_blocks(self) -> dict[int, int]:
+        self._collect()
+        return dict(self._live)
+
+    def segments(self) -> list[tuple[int, int]]:
+        return [(start, self._chunks[self._by_start[start]].numel()) for start in self._starts]
+
+    def close(self) -> None:
+        self._chunks.clear()
+        self._starts.clear()
+        self._views.clear()
+        self._guards.clear()
+        self._live.clear()
+        self._blocks.clear()
+        for free in self._free:
+            free.clear()
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return self._chunk_of(data_address(tensor)) is not None
+
+    def allocate(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """A tensor in a block of its own, filled with poison: NaN, or a large integer."""
+        nbytes = extent_bytes(dtype, size, stride)
+        if nbytes == 0:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        block = self._take(nbytes)
+        memory = (ctypes.c_char * nbytes).from_address(block.address)
+        ctypes.memset(block.address, _poison(dtype), nbytes)
+        self._live[block.address] = block.nbytes
+        self._guards[block.address] = weakref.ref(memory, _Note(self._dead, block.address))
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same memory without owning its block, or None where the tensor is not in the pool."""
+        address = data_address(tensor)
+        chunk = self._chunk_of(address)
+        if chunk is None:
+            return None
+        offset = address - data_address(self._chunks[chunk])
+        itemsize = tensor.dtype.itemsize
+        if offset % itemsize:
+            nbytes = extent_bytes(tensor.dtype, tuple(tensor.shape), tensor.stride())
+            return tensor_at(address, nbytes, tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())
+        typed = self._views.get((chunk, tensor.dtype))
+        if typed is None:
+            typed = self._views[chunk, tensor.dtype] = self._chunks[chunk].view(tensor.dtype)
+        return typed.as_strided(tensor.shape, tensor.stride(), offset // itemsize)
+
+    def fill_free_memory(self, byte: int) -> None:
+        """Overwrites every free block, so that a test shows who reads memory that nothing keeps."""
+        self._collect()
+        for free in self._free:
+            for nbytes, address in free:
+                ctypes.memset(address, byte, nbytes)
+
+    def _chunk_of(self, address: int) -> int | None:
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0:
+            return None
+        start = self._starts[at]
+        chunk = self._by_start[start]
+        return chunk if address < start + self._chunks[chunk].numel() else None
+
+    def _take(self, nbytes: int) -> _Block:
+        self._collect()
+        wanted = -(-nbytes // _ROUND) * _ROUND
+        is_small = wanted <= _SMALL
+        free = self._free[0 if is_small else 1]
+        at = bisect.bisect_left(free, (wanted, 0))
+        block = self._blocks[free.pop(at)[1]] if at < len(free) else self._grow(wanted, is_small)
+        block.is_free = False
+        rest = block.nbytes - wanted
+        if rest >= _ROUND if is_small else rest > _SMALL:
+            self._split(block, wanted, free)
+        return block
+
+    def _split(self, block: _Block, wanted: int, free: list[tuple[int, int]]) -> None:
+        rest = _Block(block.address + wanted, block.nbytes - wanted, block.chunk)
+        block.nbytes = wanted
+        rest.preceding, rest.following = block, block.following
+        if block.following is not None:
+            block.following.preceding = rest
+        block.following = rest
+        self._blocks[rest.address] = rest
+        bisect.insort(free, (rest.nbytes, rest.address))
+
+    def _grow(self, wanted: int, is_small: bool) -> _Block:
+        if is_small:
+            nbytes = _SMALL_CHUNK
+        elif wanted < _MIN_LARGE_CHUNK:
+            nbytes = _LARGE_CHUNK
+        else:
+            nbytes = -(-wanted // _ROUND_LARGE) * _ROUND_LARGE
+        with torch.inference_mode(False):
+            chunk = torch.empty(nbytes, dtype=torch.uint8)
+        start = data_address(chunk)
+        self._chunks.append(chunk)
+        self._by_start[start] = len(self._chunks) - 1
+        bisect.insort(self._starts, start)
+        block = self._blocks[start] = _Block(start, nbytes, len(self._chunks) - 1)
+        return block
+
+    def _collect(self) -> None:
+        while self._dead:
+            self._release(self._dead.popleft())
+
+    def _release(self, address: int) -> None:
+        self._guards.pop(address, None)
+        self._live.pop(address, None)
+        block = self._blocks.get(address)
+        if block is None:  # the pool was closed first
+            return
+        free = self._free[0 if self._chunks[block.chunk].numel() == _SMALL_CHUNK else 1]
+        block.is_free = True
+        for neighbour in (block.preceding, block.following):
+            if neighbour is not None and neighbour.is_free:
+                free.remove((neighbour.nbytes, neighbour.address))
+                low, high = (neighbour, block) if neighbour.address < block.address else (block, neighbour)
+                block = self._merge(low, high)
+        bisect.insort(free, (block.nbytes, block.address))
+
+    def _merge(self, low: _Block, high: _Block) -> _Block:
+        del self._blocks[high.address]
+        low.nbytes += high.nbytes
+        low.following = high.following
+        if high.following is not None:
+            high.following.preceding = low
+        return low
+
+
+class _Note:
+    """Called when a block's memory object dies."""
+
+    __slots__ = ("_address", "_dead")
+
+    def __init__(self, dead: deque[int], address: int) -> None:
+        self._dead = dead
+        self._address = address
+
+    def __call__(self, _: Any) -> None:
+        self._dead.append(self._address)
+
+
+def _poison(dtype: torch.dtype) -> int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return 0xFF
+    return 0x01 if dtype is torch.bool else 0x7F

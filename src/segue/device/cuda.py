@@ -1,0 +1,253 @@
+"""The CUDA device: `torch.cuda.CUDAGraph`, driven by `capture_begin` and `capture_end` directly.
+
+`torch.cuda.graph` synchronises, collects garbage and empties the cache at every entry; with a segment between each
+pair of breaks that would be most of the build time. Here a capture pass does it once (`memory.lane`).
+
+The hard idea is recovery. A capture that the driver invalidated (a host read, say) leaves torch's allocators routing to
+its pool, the pool's id unusable and the device's generator broken in every thread. `_recover` undoes all of it except
+the id, so the pool is *retired*: its graphs live on, its lane opens another. A capture that is still valid when a
+Python exception leaves it ends cleanly as long as another graph of the pool is alive; each pool keeps an *anchor*, one
+tiny graph, for that (and so that the pool's memory stays reserved while recordings come and go).
+
+Tried on torch 2.11 with CUDA 13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from segue._compat import capture_status, graph_node_count, pool_snapshot, stop_routing_to_pool, without_modes
+from segue.device.base import Device, DeviceGraph, Memory, Observer, ShapeMemo
+from segue.device.operations import Operation
+from segue.device.watch import OperationMode, error_line
+from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
+
+_MODE = "thread_local"
+_REFUSALS = ("graph capture", "stream is capturing", "StreamCapture", "capturing stream")
+"""words of torch's own refusals, which leave the capture valid"""
+
+
+class CudaDevice(Device):
+    """One CUDA device by index."""
+
+    kind = "cuda"
+    traces_shapes = False
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+    def open_pool(self, stream: Any) -> CudaPool:
+        return CudaPool(self.device, stream)
+
+    @contextlib.contextmanager
+    def capture(
+        self, pool: Any, stream: Any, observer: Observer | None = None, shapes: ShapeMemo | None = None
+    ) -> Iterator[CudaCapture]:
+        session = CudaCapture(pool, stream, is_watched=observer is not None)
+        watch = contextlib.nullcontext() if observer is None else _ObserverMode(observer)
+        with self.on_stream(stream), watch:
+            try:
+                yield session
+            finally:
+                session.abort()
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self.device)
+        self.order(caller, stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self.order(stream, caller)
+
+    def order(self, before: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
+        if before != after:
+            after.wait_stream(before)
+
+    def flush(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return Memory(torch.cuda.memory_reserved(self.device), total - free)
+
+
+class CudaPool:
+    """A private pool of the caching allocator, with its anchor. Used by one lane, under that lane's lock."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device = device
+        self.is_retired = False
+        self.id: Any = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = _tiny_graph(device, stream, self.id)
+        self._num_graphs = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(int(s["total_size"]) for s in pool_snapshot(self.id))
+
+    def live_blocks(self) -> dict[int, int]:
+        blocks: dict[int, int] = {}
+        for segment in pool_snapshot(self.id):
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    blocks[int(block["address"])] = int(block["size"])
+        return blocks
+
+    def segments(self) -> list[tuple[int, int]]:
+        return [(int(s["address"]), int(s["total_size"])) for s in pool_snapshot(self.id)]
+
+    def close(self) -> None:
+        anchor, self._anchor = self._anchor, None
+        if anchor is not None:
+            anchor.reset()
+
+    def retire(self) -> None:
+        """No capture may use this pool any more; its memory goes with the last graph that lives in it."""
+        self.is_retired = True
+        if self._num_graphs == 0:
+            self.close()
+
+    def count_graph(self, change: int) -> None:
+        self._num_graphs += change
+        if self.is_retired and self._num_graphs == 0:
+            self.close()
+
+
+class CudaGraph:
+    """One executable graph. The pool's memory lives at least as long."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, pool: CudaPool) -> None:
+        pool.count_graph(1)
+        self._pool = pool
+        start = time.perf_counter()
+        graph.instantiate()
+        self.instantiate_s = time.perf_counter() - start
+        self._graph = graph
+        self._is_open = True
+        self.nodes: int | None = nodes
+        self.replay = graph.replay  # the hot path: no frame of ours in between
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._graph.reset()
+            self._pool.count_graph(-1)
+
+
+class CudaCapture:
+    """One session on one stream. Nothing here allocates device memory; torch's allocator does, from the pool."""
+
+    def __init__(self, pool: CudaPool, stream: torch.cuda.Stream, *, is_watched: bool) -> None:
+        self._is_watched = is_watched
+        self._pool = pool
+        self._stream = stream
+        self._open: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        if self._open is not None:
+            raise CaptureError("a capture is already open in this session")
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._open = graph
+        graph.capture_begin(pool=self._pool.id, capture_error_mode=_MODE)
+
+    def end(self) -> DeviceGraph | None:
+        graph = self._open
+        assert graph is not None, "end() without begin()"
+        if capture_status(self._stream) == "invalidated":
+            error = CaptureError("the capture was invalidated by an operation that a CUDA graph cannot hold")
+            self.abort()
+            raise error
+        self._open = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            graph.capture_end()
+        nodes = graph_node_count(graph.raw_cuda_graph())
+        if nodes == 0:
+            graph.reset()
+            return None
+        return CudaGraph(graph, nodes, self._pool)
+
+    def abort(self) -> None:
+        graph, self._open = self._open, None
+        if graph is None:
+            return
+        status = capture_status(self._stream)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                status = "invalidated"
+        with contextlib.suppress(RuntimeError):
+            graph.reset()
+        if status != "active":
+            self._recover()
+
+    def unrecorded(self) -> contextlib.AbstractContextManager[Any]:
+        return without_modes() if self._is_watched else contextlib.nullcontext()
+
+    def failure(self, error: BaseException) -> BaseException | None:
+        if isinstance(error, CaptureError):
+            return error
+        location = error_line(error)
+        where = f" ({location})" if location else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            return CaptureOutOfMemory(f"the device ran out of memory while recording{where}: {error}", location=location)
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        was_refused = isinstance(error, RuntimeError) and any(words in text for words in _REFUSALS)
+        if not was_refused and (self._open is None or capture_status(self._stream) != "invalidated"):
+            return None
+        return HostReadError(
+            f"{text}{where}: a recording cannot wait for the device or read its data on the host. Keep the value on the "
+            "device, or do it inside an @segue.eager_on_graph function.",
+            location=location,
+        )
+
+    def _recover(self) -> None:
+        device = self._pool.device
+        stop_routing_to_pool(device.index, self._pool.id)
+        _tiny_graph(device, self._stream, torch.cuda.graph_pool_handle()).reset()
+        self._pool.retire()
+
+
+class _ObserverMode(OperationMode):
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = op.overload(*args, **kwargs)
+        self._observer(op, args, kwargs, result)
+        return result
+
+
+def _tiny_graph(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(False), torch.cuda.stream(stream):
+        word = torch.zeros(1, device=device)
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            graph.capture_begin(pool=pool, capture_error_mode=_MODE)
+            word.add_(1)
+            graph.capture_end()
+        finally:
+            if was_enabled:
+                gc.enable()
+    return graph

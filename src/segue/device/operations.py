@@ -1,0 +1,149 @@
+"""What is known of an ATen operation before it runs: does it write, is it a view, does it read data on the host.
+
+The trace, the checker and the cpu device all ask these questions about the same stream of primitive operations, so the
+answers are worked out once per overload (from its schema and its tags) and kept. Composite operations are no part of
+the stream: `device.watch` decomposes them first.
+
+`signature` names a call by everything that decides the geometry of its results; the trace fills a memo under that name
+from real kernels, and the cpu device reads it when it records the same call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from segue._compat import has_kernel
+
+Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""dtype, size and stride of one tensor."""
+
+_HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
+_ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+_DATA_READS = {
+    "aten::_linalg_check_errors",
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::tensor_split.tensor_indices_or_sections",
+}
+_RESIZES = {"aten::resize_", "aten::set_", "aten::resize_as_", "aten::resize"}
+
+
+class Operation:
+    """Facts of one overload. Immutable after construction; get it from `operation`."""
+
+    __slots__ = (
+        "allocates",
+        "call",
+        "is_composite",
+        "is_index",
+        "is_random",
+        "is_view",
+        "moves_storage",
+        "name",
+        "overload",
+        "reads_data",
+        "returns",
+        "returns_tensors",
+        "writes",
+        "writes_names",
+    )
+
+    def __init__(self, overload: OpOverload) -> None:
+        schema = overload._schema
+        base = schema.name
+        self.overload = overload
+        self.call = overload._op
+        self.name = str(overload)
+        self.is_composite = has_kernel(_full_name(overload), "CompositeImplicitAutograd") and base not in _HIDDEN_VIEWS
+        written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.writes = tuple(i for i, a in enumerate(schema.arguments) if a in written and not a.kwarg_only)
+        self.writes_names = tuple(a.name for a in written)
+        aliases = [r for r in schema.returns if r.alias_info is not None]
+        self.is_view = (bool(aliases) and not written) or base in _HIDDEN_VIEWS
+        self.allocates = base in _ALLOCATIONS and not written
+        self.moves_storage = base in _RESIZES
+        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
+        self.is_index = base in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+        dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(overload.tags)
+        self.reads_data = base in _DATA_READS or _full_name(overload) in _DATA_READS or (bool(dynamic) and not self.is_index)
+        self.returns = len(schema.returns)
+        self.returns_tensors = not schema.returns or any("Tensor" in str(r.type) for r in schema.returns)
+
+    def reads_host(self, args: tuple[Any, ...]) -> bool:
+        """Whether this call waits for device data on the host (or uploads a host list, which waits as well)."""
+        if self.reads_data:
+            return True
+        if self.is_index and len(args) > 1:
+            masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
+            return bool(masks)
+        if self.name == "aten.lift_fresh.default":
+            return bool(args[0].dim() > 0 and args[0].numel() > 0)
+        return False
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments that this call writes."""
+        found = [args[i] for i in self.writes if i < len(args)]
+        found += [kwargs[n] for n in self.writes_names if n in kwargs]
+        return list(tensors(found))
+
+
+def _full_name(overload: OpOverload) -> str:
+    return str(overload.name())  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def operation(overload: OpOverload) -> Operation:
+    return Operation(overload)
+
+
+class _TensorMark(NamedTuple):
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def signature(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hashable name of the call, or None where an argument cannot be hashed."""
+    key = (op.overload, _mark(args), _mark(tuple(kwargs.items())) if kwargs else ())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _TensorMark(value.dtype, tuple(value.shape), value.stride())
+    if isinstance(value, (list, tuple)):
+        return tuple(_mark(v) for v in value)
+    return (type(value), value)  # 1 == True == 1.0 as dictionary keys
+
+
+def geometry(value: Any) -> Geometry | None:
+    """dtype, size and stride of a tensor; None for what is no (defined, dense) tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride()
+    return None
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument: itself, or in lists and tuples at any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def extent_bytes(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Bytes from the first to behind the last element."""
+    if 0 in size:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1) * dtype.itemsize

@@ -1,0 +1,123 @@
+"""Watching a forward pass operation by operation.
+
+`OperationMode` is a dispatch mode that shows its subclass the stream of *primitive* operations: composite ones are
+decomposed first, so that grad, no_grad and inference mode give one stream. `HostReads` is a function mode for the cpu
+device, where `tolist`, `numpy`, `repr` and their like read tensor data without passing the dispatcher.
+
+`user_line` names the caller: the innermost frame that belongs neither to torch nor to this package. It walks frames
+with a dictionary of code objects already judged (about half a microsecond), so it can always be on.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+
+from segue._compat import TorchDispatchMode, without_torch_function
+from segue.device.operations import Operation, operation
+
+Location = tuple[CodeType, int]
+
+_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+_SEGUE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_skip: dict[CodeType, bool] = {}
+
+
+def user_line() -> Location | None:
+    """Code object and line of the innermost frame outside torch and this package; format it with `describe_line`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        skip = _skip.get(code)
+        if skip is None:
+            skip = _skip[code] = _is_library(code.co_filename)
+        if not skip:
+            return code, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _is_library(filename: str) -> bool:
+    """torch and the recording machinery are skipped; model code, ours included, is what a user wants to see."""
+    if filename.startswith(_SEGUE):
+        return not filename[len(_SEGUE) :].startswith(("llm", "diffusion"))
+    return filename.startswith(("<frozen", _TORCH)) or filename.endswith(("functools.py", "contextlib.py"))
+
+
+def describe_line(location: Location | None) -> str | None:
+    if location is None:
+        return None
+    code, line = location
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def error_line(error: BaseException) -> str | None:
+    """The innermost user frame of a traceback."""
+    found: Location | None = None
+    trail: TracebackType | None = error.__traceback__
+    while trail is not None:
+        code = trail.tb_frame.f_code
+        if not _is_library(code.co_filename):
+            found = code, trail.tb_lineno
+        trail = trail.tb_next
+    return describe_line(found)
+
+
+class OperationMode(TorchDispatchMode):
+    """A dispatch mode over primitive operations; subclasses override `handle`, and `handle_opaque` for operators that
+    run a function inside (`torch.cond`, `flex_attention`)."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return self.handle_opaque(func, args, kwargs)
+        op = operation(func)
+        if op.is_composite:
+            with self, without_torch_function():
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return self.handle(op, args, kwargs)
+
+    def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return op.overload(*args, **kwargs)
+
+    def handle_opaque(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=1)
+def _reading_functions() -> dict[Any, str]:
+    names = (
+        "tolist", "numpy", "__array__", "cpu", "__repr__", "__format__", "__dlpack__", "__deepcopy__", "__reduce_ex__"
+    )  # fmt: skip
+    return {getattr(torch.Tensor, name): f"Tensor.{name}" for name in names}
+
+
+class HostReads(TorchFunctionMode):
+    """Tells `on_read(name)` of every Python-level read of tensor data; the callback may raise to refuse it."""
+
+    def __init__(self, on_read: Callable[[str], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
+        self._names = _reading_functions()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = self._names.get(func)
+        if name is not None:
+            self._on_read(name)
+        return func(*args, **(kwargs or {}))

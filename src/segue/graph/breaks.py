@@ -1,0 +1,174 @@
+"""Eager breaks: functions that run as ordinary Python between two segments, at every replay.
+
+`@eager_on_graph` marks a function or method. The mark speaks to recordings that are segmented; elsewhere it is a plain
+call: outside capture, under `full` (whose recording holds the body), and inside another break. So a model carries its
+marks for good and every backend sees the same model.
+
+Who is listening stands in a context variable, never in a global: a *handler* is set while a forward pass is traced or
+recorded, and it is unset while a break's body runs. With none set, the mark costs one context look-up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """One marked function. `static` names arguments that are constants; `writes` names arguments that the body writes;
+    `fake` gives the result's shapes to compilers."""
+
+    function: Callable[..., Any]
+    name: str
+    static: frozenset[str]
+    writes: frozenset[str]
+    fake: Callable[..., Any] | None
+    takes_out: bool
+
+
+class BreakHandler(Protocol):
+    """What a trace or a recording does where it meets a break."""
+
+    def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+_handler: ContextVar[BreakHandler | None] = ContextVar("segue_break_handler", default=None)
+
+
+@overload
+def eager_on_graph(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def eager_on_graph(
+    *,
+    static: Sequence[str] = (),
+    writes: Sequence[str] = (),
+    fake: Callable[..., Any] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def eager_on_graph(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    static: Sequence[str] = (),
+    writes: Sequence[str] = (),
+    fake: Callable[..., Any] | None = None,
+) -> Any:
+    """Marks a function or method as an eager break. Bare, or with options.
+
+    Arguments and results may be any nesting of tensors and plain values. The body runs once in each warm-up and once in
+    each replay, never while a graph is captured; it gets the live tensors at their captured addresses, and its result
+    is copied to where the next segment reads it (a function with a parameter ``out`` that returns it saves the copy,
+    where it returns one tensor). What it returns must have the structure, shapes, dtypes and plain values of the
+    warm-up, otherwise `BreakOutputError` is raised. Plain arguments are those of the capture: read live values from
+    `current()`, or name constants in `static`.
+
+    Args:
+        static: names of parameters whose plain values never change.
+        writes: names of parameters whose tensors the body writes (needed to verify replays).
+        fake: takes the same arguments, returns tensors of the result's shape and dtype; for compilers.
+
+    Raises:
+        ValueError: `static` or `writes` names no parameter of the function.
+    """
+    if function is None:
+        return lambda f: _mark(f, static, writes, fake)
+    return _mark(function, static, writes, fake)
+
+
+def _mark(
+    function: Callable[..., Any], static: Sequence[str], writes: Sequence[str], fake: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    names = _parameters(function)
+    for option, given in (("static", static), ("writes", writes)):
+        for name in given:
+            if names is not None and name not in names:
+                raise ValueError(
+                    f"@eager_on_graph({option}=...) names {name!r}, and {_name(function)} has no such parameter"
+                )
+    takes_out = names is not None and "out" in names
+    mark = Mark(function, _name(function), frozenset(static), frozenset(writes), fake, takes_out)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        handler = _handler.get()
+        if handler is None:
+            return function(*args, **kwargs)
+        return handler.on_break(mark, args, kwargs)
+
+    return call
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the parameters; None where any keyword is taken or the signature cannot be read."""
+    import inspect
+
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters)
+
+
+@eager_on_graph
+def break_graph() -> None:
+    """Splits a segmented recording here, with no work in between. A plain no-op elsewhere."""
+
+
+@contextmanager
+def handling(handler: BreakHandler | None) -> Iterator[None]:
+    """Breaks met inside go to `handler`; None makes them plain calls."""
+    token: Token[BreakHandler | None] = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+
+
+# -- the live call ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Call:
+    """The live call, as a break's body sees it: `args` and `kwargs` of a wrapped callable, `batch` in an engine."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    batch: Any = None
+
+
+_current: ContextVar[Call | None] = ContextVar("segue_current_call", default=None)
+
+
+def current() -> Call:
+    """The live call that is being traced, recorded or replayed.
+
+    Raises:
+        LookupError: no call is under way.
+    """
+    call = _current.get()
+    if call is None:
+        raise LookupError("segue.current() was read outside a call that segue runs")
+    return call
+
+
+@contextmanager
+def calling(call: Call) -> Iterator[None]:
+    """`current()` is `call` inside."""
+    token = _current.set(call)
+    try:
+        yield
+    finally:
+        _current.reset(token)

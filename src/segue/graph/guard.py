@@ -1,0 +1,34 @@
+"""The guard: after start-up a capture is a mistake, and it must be loud.
+
+A capture in the steady state stalls every request behind it. An engine's runners close their guard when start-up is
+over; a `segue.graph` stays open until `freeze()`.
+"""
+
+from __future__ import annotations
+
+from segue.errors import CaptureNotAllowed
+
+
+class CaptureGuard:
+    """Open until closed; `check` raises when closed. One a runner."""
+
+    def __init__(self) -> None:
+        self._closed_because: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._closed_because is None
+
+    def close(self, because: str = "start-up is over") -> None:
+        self._closed_because = because
+
+    def reopen(self) -> None:
+        self._closed_because = None
+
+    def check(self, what: object) -> None:
+        """Raises CaptureNotAllowed, naming `what` was to be captured, if the guard is closed."""
+        if self._closed_because is not None:
+            raise CaptureNotAllowed(
+                f"{what} was to be captured although {self._closed_because}: capture it at start-up (add it to the "
+                "ladder), or let such calls run eagerly"
+            )

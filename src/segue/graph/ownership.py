@@ -1,0 +1,147 @@
+"""Which tensors a recording must keep alive, and which must not outlive its capture.
+
+*Owned.* A tensor that crosses a break or is read by a segment is owned by the recording, unless its memory is proved
+to be a block of the recording's own pool allocated during this very capture. Then a non-owning alias is enough: within
+one replay the blocks are written and read in the captured order, and between replays nothing reads them. That is how
+all recordings of a lane share their memory. The proof is one snapshot of the pool at begin (what was live before is
+foreign), an address look-up for each crossing tensor, and a new look at the pool only where an address is unknown.
+
+*Escaped.* A block allocated during the capture that is still alive after the recording let go of everything is held by
+somebody else: a cache that was filled during capture. It holds no data now and every replay will overwrite it, so the
+recording is dropped and the holder named.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from segue._compat import data_address, storage_handle
+from segue.device import Device, Pool
+from segue.errors import EscapedTensorError
+
+
+class Ownership:
+    """The proof for one capture. Make it before the first `begin`."""
+
+    def __init__(self, device: Device, pool: Pool) -> None:
+        self._device = device
+        self._pool = pool
+        self._before = pool.live_blocks()
+        self._foreign = _Ranges(self._before.items())
+        self._segments = _Ranges(pool.segments())
+        self.owned: dict[int, torch.Tensor] = {}
+        """storage handle -> a tensor that keeps the storage alive"""
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the recording holds instead of `tensor`: a non-owning alias, or an owning one."""
+        if self.is_ours(tensor):
+            return self._device.alias(tensor)
+        kept = tensor.detach()
+        self.owned[storage_handle(tensor)] = kept
+        return kept
+
+    def is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory is a block of the pool allocated since this object was made."""
+        if tensor.device.type != self._device.kind or tensor.numel() == 0:
+            return False
+        handle = storage_handle(tensor)
+        if handle in self.owned:
+            return False
+        address = data_address(tensor)
+        if address not in self._segments:
+            self._segments = _Ranges(self._pool.segments())
+            if address not in self._segments:
+                return False
+        return address not in self._foreign
+
+    def escaped(self) -> dict[int, int]:
+        """Blocks (address -> bytes) allocated since begin that are still alive."""
+        found = self._new_blocks()
+        if found:
+            gc.collect()  # a block that hangs in a reference cycle only looks escaped
+            found = self._new_blocks()
+        return found
+
+    def _new_blocks(self) -> dict[int, int]:
+        return {a: n for a, n in self._pool.live_blocks().items() if self._before.get(a) != n}
+
+
+class _Ranges:
+    """Membership of an address in a set of disjoint (address, bytes) ranges."""
+
+    def __init__(self, ranges: Any) -> None:
+        ordered = sorted(ranges)
+        self._starts = [a for a, _ in ordered]
+        self._ends = [a + n for a, n in ordered]
+
+    def __contains__(self, address: int) -> bool:
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._ends[at]
+
+
+def escape_error(blocks: dict[int, int], made_at: dict[int, str]) -> EscapedTensorError:
+    """Names who holds the escaped blocks, and where they were made if the capture was watched."""
+    address, nbytes = max(blocks.items(), key=lambda item: item[1])
+    holder = _holder(address, nbytes)
+    line = made_at.get(address)
+    where = f", made at {line}," if line else ""
+    return EscapedTensorError(
+        f"{len(blocks)} tensor(s) made during capture are still held after it; the largest{where} has {nbytes} bytes and "
+        f"is held by {holder}. It holds no data, and every replay would overwrite it: fill that cache before the capture, "
+        "or do not keep it.",
+        operation=holder,
+        location=line,
+    )
+
+
+def _holder(address: int, nbytes: int) -> str:
+    gc.unfreeze()  # frozen objects cannot be found
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor) and _is_inside(candidate, address, nbytes):
+            return _name_of(candidate)
+    return "an object that the garbage collector does not see"
+
+
+def _is_inside(tensor: torch.Tensor, address: int, nbytes: int) -> bool:
+    try:
+        is_small_enough = tensor.numel() > 0 and tensor.untyped_storage().nbytes() <= nbytes  # no view of a whole pool
+        return is_small_enough and address <= data_address(tensor) < address + nbytes
+    except RuntimeError:  # fake and functional tensors have no address
+        return False
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    """An attribute or a global if one holds the tensor; otherwise the kinds of containers that do."""
+    referrers = gc.get_referrers(tensor)
+    for referrer in referrers:
+        named = _attribute_of(referrer, tensor)
+        if named is not None:
+            return named
+    kinds = sorted({type(r).__name__ for r in referrers} - {"frame", "cell", "list"}) or ["list"]
+    return f"a {' / '.join(kinds)}"
+
+
+def _attribute_of(holder: Any, tensor: torch.Tensor) -> str | None:
+    """`holder` is an object whose attribute is the tensor, or the dictionary of one."""
+    is_dict = isinstance(holder, dict)
+    names = holder if is_dict else getattr(holder, "__dict__", {})
+    key = next((k for k, v in list(names.items()) if v is tensor), None)
+    if key is None:
+        return None
+    if not is_dict:
+        return _label(holder, key)
+    for owner in gc.get_referrers(holder):
+        if getattr(owner, "__dict__", None) is holder:
+            return _label(owner, key)
+    return f"a dictionary under the key {key!r}"
+
+
+def _label(owner: Any, key: Any) -> str:
+    if isinstance(owner, ModuleType):
+        return f"the global {owner.__name__}.{key}"
+    return f"the attribute {type(owner).__name__}.{key}"

@@ -1,0 +1,300 @@
+"""Recording a forward pass as an ordered list of segments and breaks, and replaying it.
+
+Capture is a transaction. It either yields a `Recording`, or raises with everything back in its place: partial segments
+destroyed, stream, modes and generators as before, memory given back, the next capture working. A fault of the capture
+is raised as `CaptureError`, naming operation and line; an exception of the user's own code passes unchanged.
+
+At a break (`Recorder.on_break`) the open segment ends, the break's arguments are kept by alias or by ownership, the next
+segment begins, and the break's result is built in it from what the trace noted. The body does not run: its inputs hold
+no data yet. A segment that recorded nothing is dropped.
+
+The output needs no memory of its own. It is an alias of where the last operations wrote it, in the pool, and stays valid
+until the lane's next replay or capture, since nothing else writes there; whoever keeps it longer copies it (`lease`).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from segue._compat import data_address
+from segue.device import Capture, Device, DeviceGraph, Pool
+from segue.device.operations import Operation, tensors
+from segue.device.watch import Location, describe_line, user_line
+from segue.errors import ReplayError, TraceMismatchError
+from segue.graph.breaks import Mark, handling
+from segue.graph.bridge import build_output, delivery
+from segue.graph.ownership import Ownership, escape_error
+from segue.graph.trace import Trace, expect_break, without_autocast_cache
+from segue.graph.tree import Spec, flatten, unflatten
+
+
+class Break:
+    """One eager call between two segments, bound to its captured arguments."""
+
+    __slots__ = ("_args", "_deliver", "_function", "_kwargs", "_leaves", "_spec", "mark")
+
+    def __init__(self, mark: Mark, spec: Spec, leaves: list[Any], deliver: Callable[[Any], None], out: Any) -> None:
+        self.mark = mark
+        self._function = mark.function
+        self._spec = spec
+        self._leaves = leaves
+        self._deliver = deliver
+        args, kwargs = unflatten(spec, iter(leaves))
+        if out is not None:
+            kwargs["out"] = out
+        self._args = args
+        self._kwargs = kwargs
+
+    def replay(self) -> None:
+        self._deliver(self._function(*self._args, **self._kwargs))
+
+
+class RebuiltBreak(Break):
+    """A break with containers among its arguments: a body may change them, so each replay gets new ones."""
+
+    __slots__ = ()
+
+    def replay(self) -> None:
+        args, kwargs = unflatten(self._spec, iter(self._leaves))
+        self._deliver(self._function(*args, **kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first operation in which a watched capture differed from its trace."""
+
+    index: int
+    traced: str
+    captured: str
+
+
+class Recording:
+    """Ordered steps and their output. Owns its graphs and the outside tensors it reads, until `close`; its memory
+    belongs to the pool. Not locked: the lane serialises replays."""
+
+    def __init__(self, steps: list[DeviceGraph | Break], output: Any, owned: list[torch.Tensor]) -> None:
+        self.steps = steps
+        self.output = output
+        self.owned = owned
+        self.capture_s = 0.0
+        self.difference: Difference | None = None
+        self._calls = [step.replay for step in steps]
+
+    @property
+    def segments(self) -> list[DeviceGraph]:
+        return [step for step in self.steps if not isinstance(step, Break)]
+
+    @property
+    def breaks(self) -> list[Break]:
+        return [step for step in self.steps if isinstance(step, Break)]
+
+    @property
+    def nodes(self) -> int | None:
+        counts = [segment.nodes for segment in self.segments]
+        return None if None in counts else sum(n for n in counts if n is not None)
+
+    @property
+    def instantiate_s(self) -> float:
+        return sum(segment.instantiate_s for segment in self.segments)
+
+    def replay(self) -> Any:
+        """Runs the steps in order on the current stream and returns the output, valid until the lane's next replay.
+
+        Raises:
+            BreakOutputError: a break's result does not fit; later steps have not run.
+        """
+        for call in self._calls:
+            call()
+        return self.output
+
+    def close(self) -> None:
+        for segment in self.segments:
+            segment.close()
+        self.steps = []
+        self._calls = [_closed]
+        self.output = None
+        self.owned = []
+
+
+def _closed() -> None:
+    raise ReplayError("this recording was closed (evicted, or its owner was closed): capture it again")
+
+
+class Recorder:
+    """Records one forward pass. Use one object for one attempt."""
+
+    def __init__(self, device: Device, pool: Pool, stream: Any, trace: Trace, *, segmented: bool) -> None:
+        self._device = device
+        self._pool = pool
+        self._stream = stream
+        self._trace = trace
+        self._segmented = segmented
+        self._ownership = Ownership(device, pool)
+        self._steps: list[DeviceGraph | Break] = []
+        self._num_breaks = 0
+        self._watch = _CaptureWatch(trace) if trace.is_full else None
+        self._session: Capture | None = None
+
+    def record(self, forward: Callable[[], Any]) -> Recording:
+        """Captures `forward`, which must do what the trace saw. Executes nothing.
+
+        Raises:
+            CaptureError: the pass cannot be recorded; what is at fault is named.
+            Exception: what `forward` itself raised, unchanged.
+        """
+        start = time.perf_counter()
+        recording = self._capture(forward)
+        escaped = self._ownership.escaped()
+        if escaped:
+            recording.close()
+            raise escape_error(escaped, self._watch.made_at if self._watch is not None else {})
+        recording.capture_s = time.perf_counter() - start
+        if self._watch is not None:
+            recording.difference = self._watch.difference
+        return recording
+
+    def _capture(self, forward: Callable[[], Any]) -> Recording:
+        shapes = self._trace.shapes
+        with _no_collection(), without_autocast_cache(), handling(self if self._segmented else None):
+            with self._device.capture(self._pool, self._stream, self._watch, shapes) as session:
+                self._session = session
+                try:
+                    session.begin()
+                    output = forward()
+                    self._end_segment(self._trace.streams)
+                    self._expect_all_breaks()
+                except BaseException as error:
+                    failure = self._undo(session, error)
+                    if failure is None:
+                        raise
+                    raise failure from None
+        leaves, spec = flatten(output)
+        del output
+        kept = [self._keep(leaf) for leaf in leaves]
+        del leaves
+        owned = list(self._ownership.owned.values()) + list(self._trace.externals.values())
+        return Recording(self._steps, unflatten(spec, iter(kept)), owned)
+
+    def _undo(self, session: Capture, error: BaseException) -> BaseException | None:
+        """Puts everything back and returns the fault of the capture, or None for the user's own exception."""
+        failure = session.failure(error)
+        session.abort()
+        for step in self._steps:
+            if not isinstance(step, Break):
+                step.close()
+        self._steps = []
+        if failure is not None:
+            traceback.clear_frames(error.__traceback__)  # they hold tensors of the pool
+        return failure
+
+    def _end_segment(self, streams: tuple[Any, ...]) -> None:
+        assert self._session is not None
+        for stream in streams:
+            self._device.order(stream, self._stream)
+        segment = self._session.end()
+        if segment is not None:
+            self._steps.append(segment)
+
+    def _expect_all_breaks(self) -> None:
+        if self._segmented and self._num_breaks < len(self._trace.breaks):
+            missing = self._trace.breaks[self._num_breaks]
+            raise TraceMismatchError(
+                f"the capture ended without the break {missing.mark.name}, which the warm-up met",
+                operation=missing.mark.name,
+                location=describe_line(missing.location),
+            )
+
+    def _keep(self, leaf: Any) -> Any:
+        return self._ownership.keep(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    # -- BreakHandler -------------------------------------------------------------------------------------------------
+
+    def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        note = expect_break(self._trace, self._num_breaks, mark, spec)
+        self._num_breaks += 1
+        assert self._session is not None
+        with self._session.unrecorded():
+            kept = [self._keep(leaf) for leaf in leaves]
+        self._end_segment(note.streams)
+        self._session.begin()
+        for stream in note.streams:
+            self._device.order(self._stream, stream)
+        with self._unwatched():
+            output, results = build_output(note.output, leaves, self._device.device)
+        with self._session.unrecorded():
+            targets = [self._keep(leaf) for leaf in results]
+        deliver = delivery(mark.name, note.output, targets)
+        out = targets[0] if mark.takes_out and "out" not in kwargs and len(note.output.fresh) == len(targets) == 1 else None
+        positional, named = spec.children
+        is_flat = all(child.is_leaf for child in (*positional.children, *named.children))
+        kind = Break if is_flat else RebuiltBreak
+        self._steps.append(kind(mark, spec, kept, deliver, out))
+        return output
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        if self._watch is None:
+            yield
+            return
+        self._watch.is_paused = True
+        try:
+            yield
+        finally:
+            self._watch.is_paused = False
+
+
+class _CaptureWatch:
+    """Compares a capture with its trace, operation by operation, and notes where blocks were made."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._traced = trace.operations
+        self._index = 0
+        self.is_paused = False
+        self.difference: Difference | None = None
+        self.made_at: dict[int, str] = {}
+        self._lines: dict[int, Location] = {}
+
+    def __call__(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self.is_paused:
+            return
+        location = user_line()
+        index, self._index = self._index, self._index + 1
+        if self.difference is None:
+            expected = self._traced[index] if index < len(self._traced) else None
+            if expected is None or expected[0] is not op:
+                self.difference = Difference(index, _describe(expected), _describe((op, location)))
+        if not op.is_view and not op.writes_names:
+            line = describe_line(location)
+            for tensor in tensors(result):
+                if line is not None and tensor.numel():
+                    self.made_at[data_address(tensor)] = line
+
+
+def _describe(operation: tuple[Operation, Location | None] | None) -> str:
+    if operation is None:
+        return "nothing"
+    return f"{operation[0].name} at {describe_line(operation[1]) or 'an unknown line'}"
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Addresses must not depend on when the cyclic collector runs, nor may it free device memory during capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+__all__ = ["Break", "Difference", "Recorder", "Recording"]

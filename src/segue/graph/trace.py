@@ -1,0 +1,286 @@
+"""The trace: one eager, watched run of a forward pass, before it is captured.
+
+Everything that a recording must know and that a capture cannot show is noted here, once: what each break returned, which
+tensors of the outside world are read and written, host reads, random draws, side streams, the sequence of operations
+with the user's lines. Breaks, ownership, error messages and the checker are readers of the trace; none looks for itself.
+
+Two depths. The *full* trace watches every operation (10 to 20 microseconds each). In the *light* trace the break
+wrappers alone take notes, which is enough for further sizes of a forward pass that was traced in full once.
+
+The trace predicts, the capture decides: code may ask whether it is being captured and take another way there, so a host
+read in the trace is a warning, in the capture an error. Bodies of breaks run outside every mode, unwatched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from segue._compat import storage_handle, storage_weakref, without_modes
+from segue.device import Device, ShapeMemo
+from segue.device.cpu_tape import fresh_results
+from segue.device.operations import Operation, geometry, signature, tensors
+from segue.device.watch import HostReads, Location, OperationMode, describe_line, user_line
+from segue.errors import CaptureError, TraceMismatchError
+from segue.graph.breaks import Mark, handling
+from segue.graph.bridge import OutputNote, note_output
+from segue.graph.tree import Spec, flatten, same_value
+
+
+class HostRead(NamedTuple):
+    operation: str
+    location: Location | None
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {describe_line(self.location) or 'an unknown line'}"
+
+
+@dataclass(frozen=True, slots=True)
+class BreakNote:
+    """One break as the trace met it. `scalars` holds plain leaves of the arguments by their index."""
+
+    mark: Mark
+    arguments: Spec
+    scalars: dict[int, Any]
+    output: OutputNote
+    location: Location | None
+    streams: tuple[Any, ...]
+    """side streams with work since the break before"""
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one watched run showed. A light trace has breaks and seconds alone."""
+
+    is_full: bool
+    breaks: list[BreakNote] = field(default_factory=list)
+    operations: list[tuple[Operation, Location | None]] = field(default_factory=list)
+    externals: dict[int, torch.Tensor] = field(default_factory=dict)
+    written: dict[int, torch.Tensor] = field(default_factory=dict)
+    host_reads: list[HostRead] = field(default_factory=list)
+    draws_random: bool = False
+    shapes: ShapeMemo = field(default_factory=dict)
+    streams: tuple[Any, ...] = ()
+    seconds: float = 0.0
+
+    def has_same_breaks(self, other: Trace) -> bool:
+        return [n.mark for n in self.breaks] == [n.mark for n in other.breaks]
+
+    def share(self, other: Trace) -> None:
+        """Takes over what `other`, a full trace of the same function at another size, found and this one did not."""
+        self.externals = other.externals
+        self.written = other.written
+        self.host_reads = other.host_reads
+        self.draws_random = other.draws_random
+        self.streams = other.streams
+        self.breaks = [
+            replace(n, streams=o.streams) if o.streams else n for n, o in zip(self.breaks, other.breaks, strict=True)
+        ]
+
+    def check_scalars(self, later: Trace) -> None:
+        """An undeclared plain argument of a break that changed between two traces of one key would be stale at replay.
+
+        Raises:
+            CaptureError: names the break and the argument.
+        """
+        for before, after in zip(self.breaks, later.breaks, strict=False):
+            for index, value in before.scalars.items():
+                if index in after.scalars and not same_value(value, after.scalars[index]):
+                    name = _argument_name(before, index)
+                    if name in before.mark.static:
+                        continue
+                    raise CaptureError(
+                        f"break {before.mark.name}: its argument {name} was {value!r} and then "
+                        f"{after.scalars[index]!r} for the same shape, so a replay would see a stale value. Read the live "
+                        "value from segue.current() inside the break, pass it as a tensor, or put it in the key.",
+                        operation=before.mark.name,
+                        location=describe_line(before.location),
+                    )
+
+
+def traced(forward: Callable[[], Any], device: Device, *, is_full: bool, segmented: bool) -> tuple[Any, Trace]:
+    """Runs `forward` once and returns its result and the trace. With `segmented`, marked functions are breaks;
+    otherwise their bodies are part of what is watched. The caller's own exception passes through unchanged."""
+    trace = Trace(is_full)
+    watch = _TraceMode(trace, device) if is_full else None
+    handler = _TraceHandler(trace, watch) if segmented else None
+    start = time.perf_counter()
+    with without_autocast_cache(), handling(handler), _watching(watch, device, trace):
+        output = forward()
+    trace.seconds = time.perf_counter() - start
+    if watch is not None:
+        trace.streams = watch.take_streams()
+        watch.forget()
+    return output, trace
+
+
+@contextmanager
+def _watching(watch: _TraceMode | None, device: Device, trace: Trace) -> Iterator[None]:
+    if watch is None:
+        yield
+        return
+    reads = (
+        nullcontext()
+        if device.kind != "cpu"
+        else HostReads(lambda what: trace.host_reads.append(HostRead(what, user_line())))
+    )
+    with reads, watch:
+        yield
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Autocast's weight cache would freeze a cast copy of a weight, or lend one capture's casts to the next."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+class _TraceMode(OperationMode):
+    """Notes every primitive operation. Storages are told apart by handle, and a weak reference to each storage made
+    inside keeps its handle from being given to another."""
+
+    def __init__(self, trace: Trace, device: Device) -> None:
+        super().__init__()
+        self._trace = trace
+        self._device = device
+        self._inside: dict[int, Any] = {}
+        self._main = device.current_stream()
+        self._side: dict[Any, None] = {}
+
+    def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trace = self._trace
+        location = user_line()
+        trace.operations.append((op, location))
+        if op.reads_host(args):
+            trace.host_reads.append(HostRead(op.name, location))
+        self.note_read(args)
+        if kwargs:
+            self.note_read(tuple(kwargs.values()))
+        for tensor in op.written(args, kwargs) if op.writes_names else ():
+            handle = storage_handle(tensor)
+            if handle not in self._inside:
+                trace.written[handle] = tensor
+        if self._main is not None:
+            self._note_stream()
+        result = self._drawing(op, args, kwargs) if op.is_random and not trace.draws_random else op.overload(*args, **kwargs)
+        if not op.is_view and op.returns_tensors and not (op.writes_names and op.returns == len(op.writes_names)):
+            self._note_results(op, args, kwargs, result)
+        return result
+
+    def note_read(self, value: Any) -> None:
+        for tensor in tensors(value):
+            handle = storage_handle(tensor)
+            if handle not in self._inside and handle not in self._trace.externals:
+                self._trace.externals[handle] = tensor.detach()
+
+    def note_made(self, value: Any) -> None:
+        for tensor in tensors(value):
+            handle = storage_handle(tensor)
+            if handle not in self._inside:
+                self._inside[handle] = storage_weakref(tensor)
+
+    def take_streams(self) -> tuple[Any, ...]:
+        streams, self._side = tuple(self._side), {}
+        return streams
+
+    def forget(self) -> None:
+        self._inside.clear()
+
+    def _note_results(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        fresh = fresh_results(op, result)
+        self.note_made(fresh)
+        if self._device.traces_shapes:
+            key = signature(op, args, kwargs)
+            if key is not None:
+                self._trace.shapes[key] = [geometry(r) for r in fresh]
+
+    def _note_stream(self) -> None:
+        stream = self._device.current_stream()
+        if stream != self._main:
+            self._side[stream] = None
+
+    def _drawing(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The tag covers operations that may draw; whether this call drew shows in the generator."""
+        generator = kwargs.get("generator") or _default_generator(self._device)
+        before = generator.get_state()
+        result = op.overload(*args, **kwargs)
+        self._trace.draws_random = not torch.equal(before, generator.get_state())
+        return result
+
+
+def _default_generator(device: Device) -> torch.Generator:
+    if device.kind == "cuda":
+        return torch.cuda.default_generators[device.device.index or 0]
+    return torch.default_generator
+
+
+class _TraceHandler:
+    def __init__(self, trace: Trace, watch: _TraceMode | None) -> None:
+        self._trace = trace
+        self._watch = watch
+
+    def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watch = self._watch
+        location = user_line() if watch is not None else None
+        streams = watch.take_streams() if watch is not None else ()
+        with handling(None), without_modes():
+            output = mark.function(*args, **kwargs)
+            leaves, spec = flatten((args, kwargs))
+            note = note_output(output, leaves)
+        if watch is not None:
+            with without_modes():
+                watch.note_read(leaves)
+                watch.note_made(flatten(output)[0])
+        scalars = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
+        self._trace.breaks.append(BreakNote(mark, spec, scalars, note, location, streams))
+        return output
+
+
+def expect_break(trace: Trace, index: int, mark: Mark, arguments: Spec) -> BreakNote:
+    """The trace's note of the break that a capture meets as its `index`-th.
+
+    Raises:
+        TraceMismatchError: the trace met another break, or none, or called it with another structure.
+    """
+    note = trace.breaks[index] if index < len(trace.breaks) else None
+    if note is not None and note.mark is mark and note.arguments == arguments:
+        return note
+    expected = "no further break" if note is None else f"{note.mark.name}{note.arguments!r}"
+    raise TraceMismatchError(
+        f"break {index} of this capture is {mark.name}{arguments!r}, where the warm-up met {expected}: the order of eager "
+        "breaks must not depend on anything but the captured shape",
+        operation=mark.name,
+        location=describe_line(user_line()),
+    )
+
+
+def _argument_name(note: BreakNote, index: int) -> str:
+    """The parameter that a leaf of the arguments belongs to."""
+    import inspect
+
+    positional, named = note.arguments.children
+    try:
+        parameters = list(inspect.signature(note.mark.function).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    names = [parameters[i] if i < len(parameters) else f"#{i}" for i in range(len(positional.children))]
+    names += list(named.context)
+    owners = [
+        n for n, child in zip(names, (*positional.children, *named.children), strict=True) for _ in range(_size(child))
+    ]
+    return owners[index]
+
+
+def _size(spec: Spec) -> int:
+    return 1 if spec.is_leaf else sum(_size(child) for child in spec.children)

@@ -1,0 +1,120 @@
+"""Taking nested arguments and results apart into leaves, and building them again.
+
+Containers are tuples, named tuples, lists, dicts, dataclass instances and whatever is registered with torch's pytree
+(transformers' outputs are). Dataclasses are why this is not torch's pytree alone: there they are leaves unless each
+class is registered, which is global state of the user's process.
+
+A `Spec` compares and hashes by structure: container types, dict keys in order, field names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from segue._compat import pytree_node
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+class Spec:
+    """The structure around leaves. `is_leaf` for a bare leaf."""
+
+    __slots__ = ("_hash", "children", "context", "kind")
+
+    def __init__(self, kind: type | None, context: Any = None, children: tuple[Spec, ...] = ()) -> None:
+        self.kind = kind
+        self.context = context
+        self.children = children
+        self._hash = hash((kind, repr(context) if kind is not None else None, children))
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.kind is None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Spec)
+            and self._hash == other._hash
+            and self.kind is other.kind
+            and self.context == other.context
+            and self.children == other.children
+        )
+
+    def __repr__(self) -> str:
+        if self.kind is None:
+            return "*"
+        inner = [repr(child) for child in self.children]
+        if self.kind is dict or dataclasses.is_dataclass(self.kind):
+            inner = [f"{name}={child}" for name, child in zip(self.context, inner, strict=True)]
+        return f"{self.kind.__name__}({', '.join(inner)})"
+
+
+LEAF = Spec(None)
+
+
+def flatten(value: Any) -> tuple[list[Any], Spec]:
+    """Leaves in a fixed order, and the structure around them."""
+    leaves: list[Any] = []
+    return leaves, _flatten(value, leaves)
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Spec:
+    kind = type(value)
+    if kind in _PLAIN:
+        leaves.append(value)
+        return LEAF
+    if kind is tuple or kind is list:
+        return Spec(kind, len(value), tuple([_flatten(v, leaves) for v in value]))
+    if kind is dict:
+        return Spec(kind, tuple(value), tuple([_flatten(v, leaves) for v in value.values()]))
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return Spec(kind, kind._fields, tuple([_flatten(v, leaves) for v in value]))
+    node = pytree_node(kind)
+    if node is not None:
+        children, context = node[0](value)
+        return Spec(kind, context, tuple([_flatten(v, leaves) for v in children]))
+    if dataclasses.is_dataclass(kind):
+        names = tuple(field.name for field in dataclasses.fields(kind))
+        return Spec(kind, names, tuple([_flatten(getattr(value, n), leaves) for n in names]))
+    leaves.append(value)
+    return LEAF
+
+
+def unflatten(spec: Spec, leaves: Iterator[Any]) -> Any:
+    """The structure of `spec` around `leaves`, taken in order."""
+    kind = spec.kind
+    if kind is None:
+        return next(leaves)
+    children = [unflatten(child, leaves) for child in spec.children]
+    return _builder(kind)(children, spec.context)
+
+
+def _builder(kind: type) -> Callable[[list[Any], Any], Any]:
+    if kind is tuple or kind is list:
+        return lambda children, _: kind(children)
+    if kind is dict:
+        return lambda children, keys: dict(zip(keys, children, strict=True))
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return lambda children, _: kind(*children)
+    node = pytree_node(kind)
+    if node is not None:
+        return node[1]
+    return lambda children, names: _build_dataclass(kind, names, children)
+
+
+def _build_dataclass(kind: type, names: tuple[str, ...], children: list[Any]) -> Any:
+    """Fields are set as they were, past `__init__` and `__post_init__`, which may compute or refuse."""
+    value: Any = object.__new__(kind)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(value, name, child)
+    return value
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Equality by type and value, so that 1, True and 1.0 differ and nan equals nan."""
+    return a is b or (type(a) is type(b) and (a == b or (a != a and b != b)) is True)

@@ -1,0 +1,1 @@
+"""Who owns memory: lanes (one pool, one stream, one lock) and what their outputs cost."""

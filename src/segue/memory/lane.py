@@ -1,0 +1,116 @@
+"""A lane: recordings that never overlap in time, and what they share for that: one pool, one capture stream, one lock.
+
+Because two replays of a lane never run at once, every recording of it may use the same memory, outputs included. The
+lane enforces the premise: its lock serialises capture and replay across threads, a replay inside a replay of the same
+lane is an error, and work on another stream than the last replay's is ordered behind it. In the steady state, one
+stream, ordering costs one comparison.
+
+`capture_pass` is what building many recordings has in common: the cache is flushed and garbage collected once, the
+collector is frozen, and both are undone at the end. A pool that a failed capture retired is kept for the graphs that
+live in it, and the next capture opens another.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from segue.device import Device, Pool
+from segue.errors import ReplayError
+
+
+class Lane:
+    """Owns its pools and its stream until `close`, after which its recordings must not be replayed. Thread-safe."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.stream = device.new_stream()
+        self.generation = 0
+        """counts captures and replays; a lease is valid for one generation"""
+        self._pools: list[Pool] = []
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._last_stream: Any = None
+        self._passes = 0
+
+    @property
+    def pool(self) -> Pool:
+        """The pool that new captures use; opened on first use, and again after one was retired."""
+        if not self._pools or self._pools[-1].is_retired:
+            self._pools = [pool for pool in self._pools if pool.reserved_bytes]
+            self._pools.append(self.device.open_pool(self.stream))
+        return self._pools[-1]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(pool.reserved_bytes for pool in self._pools)
+
+    def enter(self) -> None:
+        """Takes the lane for one capture or replay on the current stream; pair it with `leave`.
+
+        Raises:
+            ReplayError: this thread is already inside this lane.
+        """
+        me = threading.get_ident()
+        if self._owner == me:
+            raise ReplayError(
+                "a recording was captured or replayed inside another one of the same lane; give the inner callable a "
+                "lane of its own, or call it where its caller is recorded as well"
+            )
+        self._lock.acquire()
+        self._owner = me
+        self.generation += 1
+        stream = self.device.current_stream()
+        if stream != self._last_stream:
+            if self._last_stream is not None:
+                self.device.order(self._last_stream, stream)
+            self._last_stream = stream
+
+    def leave(self) -> None:
+        self._owner = None
+        self._lock.release()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether this thread holds the lane."""
+        return self._owner == threading.get_ident()
+
+    @contextmanager
+    def capture_pass(self) -> Iterator[None]:
+        """One flush and one collection for all captures inside; the garbage collector is off meanwhile."""
+        self._passes += 1
+        if self._passes > 1:  # nested passes share the outer one
+            try:
+                yield
+            finally:
+                self._passes -= 1
+            return
+        was_enabled = gc.isenabled()
+        gc.collect()
+        self.device.flush()
+        gc.disable()
+        gc.freeze()
+        try:
+            yield
+        finally:
+            self._passes -= 1
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
+
+    def close(self) -> None:
+        with self.exclusive():
+            for pool in self._pools:
+                pool.close()
+            self._pools.clear()

@@ -1,0 +1,1 @@
+"""What was decided, what it cost: decisions, records and the tables made of them."""

@@ -1,0 +1,26 @@
+"""Fixtures for tests of the core: each runs on the cpu device, and on CUDA under the marker `gpu`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from segue.device import Device, get_device
+from segue.memory.lane import Lane
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Device:
+    return get_device(request.param)
+
+
+@pytest.fixture
+def lane(device: Device) -> Iterator[Lane]:
+    lane = Lane(device)
+    yield lane
+    gc.collect()
+    lane.close()

@@ -1,0 +1,287 @@
+"""The contract of a device, for the cpu device and for CUDA: what is recorded replays as eager does, capture executes
+nothing, and whatever goes wrong in a capture leaves the device as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from segue.device import Device, get_device
+from segue.errors import CaptureError, HostReadError
+from segue.memory.lane import Lane
+from tests_support import churn, record, replay
+
+Program = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def _in_place(x: torch.Tensor, state: torch.Tensor) -> Any:
+    state.add_(x).mul_(0.5)
+    return state[1:3].relu()
+
+
+def _views(x: torch.Tensor, state: torch.Tensor) -> Any:
+    a = x.view(2, 2, 16).permute(1, 0, 2)[:, 1].unsqueeze(0).expand(3, 2, 16)
+    return (a + 1).reshape(3, 32)
+
+
+def _write_through_view(x: torch.Tensor, state: torch.Tensor) -> Any:
+    y = x * 2
+    y[:, ::2].add_(1)
+    y.t()[3].fill_(7)
+    return y
+
+
+def _multi_output(x: torch.Tensor, state: torch.Tensor) -> Any:
+    values, indices = x.topk(3, dim=1)
+    ordered, order = x.sort(dim=0)
+    return F.layer_norm(values, (3,)), indices, ordered, order, torch.var_mean(x, dim=1)
+
+
+def _lists(x: torch.Tensor, state: torch.Tensor) -> Any:
+    pieces = x.split([1, 3]) + x.chunk(2, dim=1)
+    return [torch.cat([pieces[0], pieces[1]]), torch.stack([p.sum() for p in pieces])]
+
+
+def _gather(x: torch.Tensor, state: torch.Tensor) -> Any:
+    index = x.argsort(dim=0)
+    state.scatter_add_(0, index, x)
+    state[index[:, 0]] = x
+    return x.gather(0, index), state.index_select(0, index[0, :2]), torch.where(x > 0, x, state)
+
+
+def _matmul(x: torch.Tensor, state: torch.Tensor) -> Any:
+    return F.scaled_dot_product_attention(x[None, None], state[None, None], x[None, None]), x @ state.t()
+
+
+def _dtypes(x: torch.Tensor, state: torch.Tensor) -> Any:
+    half = x.to(torch.bfloat16)
+    return F.layer_norm(half, (16,)), half.float() + 1, (x * 100).to(torch.int32) % 7, x > state
+
+
+def _factories(x: torch.Tensor, state: torch.Tensor) -> Any:
+    steps = torch.arange(4, device=x.device, dtype=x.dtype)
+    mask = torch.ones(4, 16, device=x.device, dtype=torch.bool).tril()
+    return x.masked_fill(mask, 0) + steps[:, None] + torch.zeros_like(x) + torch.full((), 2.0, device=x.device)
+
+
+def _out_argument(x: torch.Tensor, state: torch.Tensor) -> Any:
+    torch.mul(x, 3, out=state)
+    return torch.empty_like(x).copy_(state)
+
+
+def _empty(x: torch.Tensor, state: torch.Tensor) -> Any:
+    return torch.cat([x[:0], x * 2]), x[:0].sum()
+
+
+PROGRAMS = [
+    _in_place, _views, _write_through_view, _multi_output, _lists, _gather, _matmul, _dtypes, _factories, _out_argument,
+    _empty,
+]  # fmt: skip
+
+
+def _fresh(device: Device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, state = torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+    return x.to(device.device), state.to(device.device)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_replay_equals_eager(lane: Lane, program: Program) -> None:
+    x, state = _fresh(lane.device, 0)
+    recorded = record(lane, lambda: program(x, state))
+    for seed in range(1, 4):
+        live_x, live_state = _fresh(lane.device, seed)
+        x.copy_(live_x)
+        state.copy_(live_state)
+        churn(lane.device)
+        got = replay(lane, recorded)
+        expected = program(live_x, live_state)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(state, live_state, rtol=0, atol=0)
+
+
+def test_capture_executes_nothing(lane: Lane) -> None:
+    x, state = _fresh(lane.device, 0)
+    counted = 0
+
+    def forward() -> torch.Tensor:
+        nonlocal counted
+        counted += 1
+        if counted == 2:  # the capture
+            before.copy_(state)
+        return state.add_(x) + torch.rand_like(x)
+
+    # What the capture leaves behind is compared with the state after the trace: take it through a break-free look.
+    before = torch.empty_like(state)
+    made: list[torch.Tensor] = []
+    generator_states: list[torch.Tensor] = []
+
+    def watched() -> torch.Tensor:
+        made.append(state)
+        return state.add_(x) + torch.rand_like(x)
+
+    from segue.backends import make_backend
+    from segue.shapes.key import ShapeKey
+
+    backend = make_backend("full", lane)
+    with torch.no_grad(), lane.exclusive(), lane.capture_pass():
+        with lane.device.on_stream(lane.stream):
+            _, trace = backend.trace(watched)
+        after_trace = state.clone()
+        generator_states.append(_generator_state(lane.device))
+        backend.record(ShapeKey("call", 4), watched, trace)
+    assert len(made) == 2
+    assert torch.equal(state, after_trace)
+    assert torch.equal(_generator_state(lane.device), generator_states[0])
+
+
+def _generator_state(device: Device) -> torch.Tensor:
+    return torch.cuda.get_rng_state() if device.kind == "cuda" else torch.get_rng_state()
+
+
+def test_random_draws_are_those_of_eager(lane: Lane) -> None:
+    x = torch.ones(64, 64, device=lane.device.device)
+
+    def forward() -> Any:
+        return F.dropout(x, 0.5, training=True), torch.rand_like(x), torch.empty_like(x).bernoulli_(0.3)
+
+    recorded = record(lane, forward)
+    torch.manual_seed(7)
+    got = [replay(lane, recorded) for _ in range(3)]
+    torch.manual_seed(7)
+    for call in got:
+        torch.testing.assert_close(call, forward(), rtol=0, atol=0)
+
+
+def test_memory_is_reused_and_freed(lane: Lane) -> None:
+    x = torch.randn(256, 256, device=lane.device.device)
+
+    def forward() -> torch.Tensor:
+        y = x
+        for _ in range(60):
+            y = y * 1.01 + 1
+        return y
+
+    recorded = record(lane, forward)
+    expected = x
+    for _ in range(60):
+        expected = expected * 1.01 + 1
+    assert torch.equal(replay(lane, recorded), expected)
+    assert lane.reserved_bytes <= 4 << 20, "60 temporaries of 256 KiB share their memory"
+    anchor = 512 if lane.device.kind == "cuda" else 0
+    assert sum(lane.pool.live_blocks().values()) <= anchor
+
+
+def test_recordings_of_one_pool_replay_in_any_order(lane: Lane) -> None:
+    inputs = {n: torch.randn(n, 32, device=lane.device.device) for n in (64, 8, 32, 16)}
+    weight = torch.randn(32, 32, device=lane.device.device)
+    recorded = {n: record(lane, lambda x=x: (x @ weight).relu() @ weight) for n, x in inputs.items()}
+    for n in (8, 64, 16, 64, 32, 8):
+        inputs[n].normal_()
+        churn(lane.device)
+        expected = (inputs[n] @ weight).relu() @ weight
+        torch.testing.assert_close(replay(lane, recorded[n]), expected, rtol=0, atol=0)
+
+
+def test_closing_one_recording_leaves_the_others_valid(lane: Lane) -> None:
+    inputs = [torch.randn(16, 32, device=lane.device.device) for _ in range(4)]
+    weight = torch.randn(32, 32, device=lane.device.device)
+    recorded = [record(lane, lambda x=x: x @ weight @ weight) for x in inputs]
+    recorded.pop(0).close()
+    lane.device.flush()
+    churn(lane.device)
+    for x, rec in zip(inputs[1:], recorded, strict=True):
+        torch.testing.assert_close(replay(lane, rec), x @ weight @ weight, rtol=0, atol=0)
+
+
+# -- what a recording cannot hold --------------------------------------------------------------------------------------
+
+
+def _item(x: torch.Tensor) -> Any:
+    return x * x.sum().item()
+
+
+def _nonzero(x: torch.Tensor) -> Any:
+    return (x * 2).nonzero()
+
+
+def _bool_mask(x: torch.Tensor) -> Any:
+    y = x * 2
+    return y[y > 0]
+
+
+def _branch(x: torch.Tensor) -> Any:
+    return x + 1 if (x * 2).sum() > 0 else x - 1
+
+
+def _tolist(x: torch.Tensor) -> Any:
+    return x * len((x * 2).tolist())
+
+
+def _upload(x: torch.Tensor) -> Any:
+    return x * 2 + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)[:, None]
+
+
+READS = [_item, _nonzero, _bool_mask, _branch, _tolist]
+
+
+@pytest.mark.parametrize("program", [*READS, _upload], ids=lambda p: p.__name__)
+def test_host_reads_are_refused_with_the_users_line(lane: Lane, program: Callable[[torch.Tensor], Any]) -> None:
+    x, _ = _fresh(lane.device, 0)
+    with pytest.raises(CaptureError) as caught:
+        record(lane, lambda: program(x))
+    assert f"test_device_contract.py:{program.__code__.co_firstlineno}" in _near(caught.value.location, program)
+
+
+def _near(location: str | None, program: Callable[..., Any]) -> str:
+    """The location with its line pulled back to the first line of the function, if it lies inside it."""
+    assert location is not None
+    path, rest = location.split(":", 1)
+    line = int(rest.split(" ")[0])
+    first = program.__code__.co_firstlineno
+    assert first < line <= first + 3, location
+    return f"{path}:{first}"
+
+
+@pytest.mark.parametrize("method", ["numpy", "cpu", "__repr__", "__array__"])
+def test_python_level_reads_are_refused_on_the_cpu_device(method: str) -> None:
+    lane = Lane(get_device("cpu"))
+    x = torch.randn(4)
+    with pytest.raises(HostReadError, match="reads tensor data"):
+        record(lane, lambda: (getattr(x * 2, method)(), x + 1)[1])
+
+
+def test_a_refusal_cannot_be_swallowed(lane: Lane) -> None:
+    x, _ = _fresh(lane.device, 0)
+
+    def forward() -> torch.Tensor:
+        y = x * 2
+        try:
+            n = int(y.sum().item())
+        except RuntimeError:
+            n = 3
+        return y + n
+
+    with pytest.raises(CaptureError):
+        record(lane, forward)
+    assert torch.equal(replay(lane, record(lane, lambda: x * 3)), x * 3)
+
+
+def test_resizing_under_capture_is_refused_on_the_cpu_device() -> None:
+    lane = Lane(get_device("cpu"))
+    x = torch.randn(4)
+    with pytest.raises(CaptureError, match="captured address"):
+        record(lane, lambda: (x * 2).resize_(8))
+
+
+def test_raw_pointers_are_out_of_reach_on_the_cpu_device() -> None:
+    """A kernel called through a pointer would run during capture, unrecorded."""
+    lane = Lane(get_device("cpu"))
+    x = torch.randn(4)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        record(lane, lambda: (x * 2).data_ptr())
+    assert torch.equal(replay(lane, record(lane, lambda: x * 2)), x * 2)
