@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,8 +106,21 @@ def _snapshot_options() -> dict[str, bool]:
 
 
 def pool_snapshot(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    """The allocator's segments of one private pool, each with its blocks."""
+    """The allocator's segments of one private pool, each with its blocks.
+
+    torch 2.11 drops a reference to each number of the pool's id that it does not own (a crash once ids pass 256, where
+    numbers are no longer shared), so one is lent for the call, and taken back where it was not eaten.
+    """
+    high, low = pool
+    before = sys.getrefcount(high), sys.getrefcount(low)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(high))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(low))
     segments = torch.cuda.memory_snapshot(mempool_id=pool, **_snapshot_options())  # type: ignore[no-untyped-call]
+    after = sys.getrefcount(high), sys.getrefcount(low)
+    if after[0] > before[0]:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(high))
+    if after[1] > before[1]:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(low))
     return [s for s in segments if tuple(s["segment_pool_id"]) == pool]
 
 

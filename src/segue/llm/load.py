@@ -1,0 +1,250 @@
+"""From a name to a model that the engine can run, through transformers' own code.
+
+Whatever goes wrong with a checkpoint ends in one line that says what to do. What transformers would let pass is looked
+at here: files that the index names and that are not there, damaged safetensors, weights that are missing (transformers
+fills them with random numbers and warns). Code from a checkpoint is never run and pickled weights are never read.
+
+The model's attention is set to `ATTENTION`, which `segue.llm.attention` registers with transformers and which must be
+registered before `load_model` is called.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from segue.errors import ConfigError
+from segue.llm.checkpoints import cache_folder, convert_gguf, default_model, require_extra
+from segue.llm.facts import ModelFacts, attention_facts, check_supported, model_facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["ATTENTION", "LoadedModel", "ModelFacts", "cache_folder", "default_model", "load_model"]
+
+ATTENTION = "segue"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model on its device in eval mode, with its tokenizer (None where the source has none), config and facts."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    config: Any
+    facts: ModelFacts
+
+
+def load_model(
+    source: str | Path | PreTrainedModel,
+    *,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> LoadedModel:
+    """Load a checkpoint folder, a GGUF file or a hub id, or take a model that is in memory.
+
+    `device` "auto" is CUDA where there is one. `dtype` "auto" is the checkpoint's on CUDA, float32 on CPU; a model in
+    memory keeps its own. That model is changed: moved, put into eval mode, and its attention replaced. `tokenizer`
+    overrides the source's. Raises ConfigError where the source cannot be loaded or run, MissingExtraError without
+    transformers.
+    """
+    require_extra()
+    from transformers import PreTrainedModel
+
+    device = _resolve_device(device)
+    if isinstance(source, PreTrainedModel):
+        return _take_model(source, device, dtype, tokenizer)
+    location = _locate(source)
+    with _quiet():
+        config = _load_config(location)
+        check_supported(_model_class(location, config), config)
+        if isinstance(location, Path):
+            _check_weight_files(location)
+        model = _load_weights(location, config, torch.float32 if dtype == "auto" and device.type == "cpu" else dtype)
+        model.to(device)  # type: ignore[arg-type]
+        tokenizer = _load_tokenizer(location) if tokenizer is None else tokenizer
+    return _finish(model, tokenizer)
+
+
+def _take_model(
+    model: PreTrainedModel,
+    device: torch.device,
+    dtype: torch.dtype | Literal["auto"],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> LoadedModel:
+    check_supported(type(model), model.config)
+    model.to(device=device, dtype=model.dtype if dtype == "auto" else dtype)  # type: ignore[call-arg]
+    return _finish(model, tokenizer)
+
+
+def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
+    model.eval()
+    # With a pad id, some models compare it with the ids on the host at each call, to warn about a missing mask.
+    model.config.pad_token_id = None
+    layers = attention_facts(model)
+    model.set_attn_implementation(ATTENTION)
+    facts = model_facts(model, layers, _eos_token_ids(model, tokenizer))
+    return LoadedModel(model, tokenizer, model.config, facts)
+
+
+def _resolve_device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def _locate(source: str | Path) -> Path | str:
+    """A checkpoint folder (a GGUF file's conversion), or a hub id."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return convert_gguf(path)
+        raise ConfigError(f"{path} is a file; pass its folder, which must hold config.json and *.safetensors")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} is not a checkpoint folder: it has no config.json")
+        return path
+    looks_like_path = isinstance(source, Path) or path.suffix in (".gguf", ".safetensors") or path.is_absolute()
+    if looks_like_path or not _HUB_ID.fullmatch(str(source)) or str(source).startswith("."):
+        raise ConfigError(
+            f"there is no checkpoint folder {path}; give a folder, a .gguf file, or a hub id (owner/name)"
+        )
+    return str(source)
+
+
+def _load_config(location: Path | str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(location, trust_remote_code=False)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others, for one cause: no config
+        if isinstance(location, Path):
+            raise ConfigError(_config_problem(location, error)) from error
+        raise ConfigError(
+            f"{location!r} is no folder here, and its config could not be had from the Hugging Face cache or hub "
+            f"({_one_line(error)}); run `hf download {location}` where the hub can be reached"
+        ) from error
+
+
+def _config_problem(folder: Path, error: Exception) -> str:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as problem:
+        return f"{folder / 'config.json'} cannot be read: {_one_line(problem)}; bring the checkpoint again"
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind is None:
+        return f"{folder} is not a checkpoint of transformers: its config.json names no model_type"
+    if "auto_map" in config:
+        return (
+            f"model type {kind!r} needs code from its checkpoint, which Segue never runs; use a built-in architecture"
+        )
+    return f"the installed transformers cannot read the config of model type {kind!r}: {_one_line(error)}"
+
+
+def _model_class(location: Path | str, config: Any) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise ConfigError(
+            f"{location}: model type {config.model_type!r} cannot run under Segue: transformers has no causal LM for it"
+        ) from None
+
+
+def _check_weight_files(folder: Path) -> None:
+    """Every weight file that the folder needs is there, is safetensors, and is whole."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is damaged: {_one_line(error)}; bring the checkpoint again") from error
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        file = folder / name
+        if not file.is_file():
+            pickled = any(folder.glob("pytorch_model*.bin"))
+            hint = "pickled weights are never read; convert them to safetensors" if pickled else "bring it again"
+            raise ConfigError(f"the checkpoint {folder} lacks {name}; {hint}")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is damaged: {_one_line(error)}; bring the file again") from error
+
+
+def _load_weights(location: Path | str, config: Any, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM  # its annotations leave out the pair that output_loading_info asks for
+    try:
+        model, info = loader.from_pretrained(
+            location,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise ConfigError(f"the weights of {location} cannot be loaded: {_one_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"the weights of {location} lack {len(missing)} tensors of {type(model).__name__}, the first of them "
+            f"{missing[0]}; they are of another architecture, or incomplete"
+        )
+    return model.requires_grad_(False)
+
+
+def _load_tokenizer(location: Path | str) -> PreTrainedTokenizerBase | None:
+    from transformers import AutoTokenizer
+
+    if isinstance(location, Path) and not any((location / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+    except Exception as error:  # as for configs: many kinds, one cause
+        raise ConfigError(f"the tokenizer of {location} cannot be loaded: {_one_line(error)}") from error
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """The union of what the generation config, the config and the tokenizer name: each alone has gaps."""
+    found: set[int] = set()
+    named = [getattr(model.generation_config, "eos_token_id", None), getattr(model.config, "eos_token_id", None)]
+    for value in (*named, getattr(tokenizer, "eos_token_id", None)):
+        found.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
+    return frozenset(found)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' progress bars off, and as they were afterwards."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

