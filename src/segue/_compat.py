@@ -41,6 +41,22 @@ def storage_owners(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+def storage_bytes(tensor: torch.Tensor, address: int, nbytes: int) -> torch.Tensor:
+    """`nbytes` bytes from `address` on of the tensor's storage, as a tensor over the same memory."""
+    start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), address - start, (nbytes,), (1,))
+
+
+@functools.lru_cache(maxsize=1)
+def references_to_base() -> int:
+    """What `sys.getrefcount` counts for a view's base that the view alone holds, seen through one local variable."""
+    with torch.inference_mode(False):
+        view = torch.empty(2)[:1]
+    base = view._base
+    return sys.getrefcount(base)
+
+
 def storage_weakref(tensor: torch.Tensor) -> Any:
     """Keeps the storage's identity from being re-used, and not its memory alive; has `expired()`."""
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -73,14 +89,22 @@ def without_torch_function() -> Any:
     return torch._C.DisableTorchFunction()
 
 
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """Runs a block outside every dispatch mode and function mode, as if none had been entered.
+def without_autocast() -> Any:
+    """A context in which autocast casts nothing, whatever the caller has switched on."""
+    return torch._C._DisableAutocast()
 
-    A body that is compiled must not meet a mode: Dynamo would skip it for good.
+
+@contextlib.contextmanager
+def without_modes(kind: type | None = None) -> Iterator[None]:
+    """Runs a block outside every dispatch mode, and outside the function modes from the innermost one of `kind` on.
+
+    Function modes below it are the caller's own (`torch.device("cuda")` is one) and stay. A body that is compiled must
+    not meet a mode of ours: Dynamo would skip it for good.
     """
-    stack = []
-    while torch._C._len_torch_function_stack():
+    stack: list[Any] = []
+    depth = torch._C._len_torch_function_stack()
+    ours = [i for i in range(depth) if kind is not None and isinstance(torch._C._get_function_stack_at(i), kind)]
+    while ours and torch._C._len_torch_function_stack() > ours[-1]:
         stack.append(torch._C._pop_torch_function_stack())
     try:
         with _disable_current_modes():

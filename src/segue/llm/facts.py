@@ -80,9 +80,7 @@ def check_supported(model_class: Any, config: Any) -> None:
         _refuse(name, "some of its layers share another layer's K and V")
     refused = sorted(_REFUSED_ROPE & set(_rope_types(text)))
     if refused:
-        _refuse(
-            name, f"its rope type {refused[0]!r} changes with the length of the text; set a static one in config.json"
-        )
+        _refuse(name, f"its rope type {refused[0]!r} changes with the length of the text; set a static one in config.json")
 
 
 def model_facts(model: PreTrainedModel, layers: tuple[LayerFacts, ...], eos_token_ids: frozenset[int]) -> ModelFacts:

@@ -116,9 +116,7 @@ def _locate(source: str | Path) -> Path | str:
         return path
     looks_like_path = isinstance(source, Path) or path.suffix in (".gguf", ".safetensors") or path.is_absolute()
     if looks_like_path or not _HUB_ID.fullmatch(str(source)) or str(source).startswith("."):
-        raise ConfigError(
-            f"there is no checkpoint folder {path}; give a folder, a .gguf file, or a hub id (owner/name)"
-        )
+        raise ConfigError(f"there is no checkpoint folder {path}; give a folder, a .gguf file, or a hub id (owner/name)")
     return str(source)
 
 
@@ -145,9 +143,7 @@ def _config_problem(folder: Path, error: Exception) -> str:
     if kind is None:
         return f"{folder} is not a checkpoint of transformers: its config.json names no model_type"
     if "auto_map" in config:
-        return (
-            f"model type {kind!r} needs code from its checkpoint, which Segue never runs; use a built-in architecture"
-        )
+        return f"model type {kind!r} needs code from its checkpoint, which Segue never runs; use a built-in architecture"
     return f"the installed transformers cannot read the config of model type {kind!r}: {_one_line(error)}"
 
 

@@ -1,0 +1,132 @@
+"""`segue doctor`: what works on this machine, what is missing, and the remedy, a line each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from segue.cli.output import check_writable, write_json
+from segue.observe.report import format_table
+
+HELP = "say what works here, what is missing, and the remedy"
+
+_EXTRAS = {
+    "llm": ("transformers", "safetensors", "gguf", "rich"),
+    "flashinfer": ("flashinfer",),
+    "fa4": ("flash_attn",),
+    "diffusion": ("diffusers",),
+    "report": ("matplotlib",),
+}
+
+
+class Finding(NamedTuple):
+    """One line. `state` is ``ok``, ``missing`` or ``failed``; only ``failed`` makes the exit status 1."""
+
+    what: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    return None
+
+
+def run(options: argparse.Namespace) -> int:
+    check_writable(options.json)
+    findings = [_python(), _torch(), _recording("cpu"), _cuda()]
+    findings += [_extra(name, modules) for name, modules in _EXTRAS.items()]
+    findings.append(_guarded("default model", _default_model))
+    print(format_table(["what", "state", "detail", "remedy"], [list(f) for f in findings]))
+    write_json(options.json, [f._asdict() for f in findings])
+    return 1 if any(f.state == "failed" for f in findings) else 0
+
+
+def _guarded(what: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:
+        return Finding(what, "failed", " ".join(str(error).split())[:120] or type(error).__name__)
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", sys.version.split()[0])
+
+
+def _torch() -> Finding:
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if not (2, 11) <= version < (2, 14):
+        return Finding("torch", "failed", torch.__version__, 'pip install "torch>=2.11,<2.14"')
+    return Finding("torch", "ok", torch.__version__)
+
+
+def _recording(kind: str) -> Finding:
+    return _guarded(f"record and replay on {kind}", lambda: _try_recording(kind))
+
+
+def _try_recording(kind: str) -> Finding:
+    """Records a function with a break and replays it with other data."""
+    import torch
+
+    from segue.backends import make_backend
+    from segue.device import get_device
+    from segue.graph import eager_on_graph
+    from segue.memory.lane import Lane
+    from segue.shapes.key import ShapeKey
+
+    device = get_device(kind)
+    lane = Lane(device)
+    double = eager_on_graph(lambda x: x * 2)
+    x = torch.ones(4, device=device.device)
+    backend = make_backend("breakable", lane)
+
+    def forward() -> torch.Tensor:
+        return double(x + 1) - 1
+
+    with torch.inference_mode(), lane.exclusive():
+        with device.on_stream(lane.stream):
+            _, trace = backend.trace(forward)
+        graph = backend.record(ShapeKey("call", 4), forward, trace)
+        x.fill_(3)
+        is_right = graph.replay().tolist() == [7.0] * 4
+        graph.close()
+    lane.close()
+    name = torch.cuda.get_device_name(device.device) if kind == "cuda" else f"{torch.get_num_threads()} threads"
+    return Finding(f"record and replay on {kind}", "ok" if is_right else "failed", name)
+
+
+def _cuda() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        remedy = "graphs speed up NVIDIA GPUs alone; without one everything runs on the cpu device, and slower than eager"
+        return Finding("record and replay on cuda", "missing", "torch finds no CUDA GPU", remedy)
+    return _recording("cuda")
+
+
+def _extra(name: str, modules: tuple[str, ...]) -> Finding:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        return Finding(f"extra {name}", "missing", f"without {', '.join(missing)}", f'pip install "segue[{name}]"')
+    return Finding(f"extra {name}", "ok", ", ".join(modules))
+
+
+def _default_model() -> Finding:
+    from segue.errors import SegueError
+    from segue.llm.checkpoints import cache_folder, find_default_model
+
+    try:
+        found: Any = find_default_model()
+    except SegueError as error:
+        return Finding("default model", "missing", "SmolLM2-135M-Instruct is not here", " ".join(str(error).split()))
+    folder = cache_folder()
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    if not os.access(parent, os.W_OK):
+        return Finding("default model", "failed", f"{folder} cannot be written", "set SEGUE_CACHE to another folder")
+    return Finding("default model", "ok", str(found))

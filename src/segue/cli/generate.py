@@ -1,0 +1,120 @@
+"""`segue generate`: a prompt, or a file of prompts, through a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from segue.cli.output import check_writable, progress_bar, write_json
+
+HELP = "generate text from a checkpoint, and show which graphs did it"
+
+_DECODE = ("auto", "full", "breakable", "disabled")
+_PREFILL = ("auto", "breakable", "full", "disabled")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to say to the model")
+    parser.add_argument("--prompts-file", metavar="FILE", help="one prompt a line, run as one batch")
+    parser.add_argument(
+        "--model", metavar="DIR", help="checkpoint folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--decode", choices=_DECODE, default="auto", help="backend of decode steps")
+    parser.add_argument("--prefill", choices=_PREFILL, default="auto", help="backend of prefill steps")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to generate at most (64)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P in all")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="keep tokens of at least P times the likeliest"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    parser.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
+    parser.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together")
+    parser.add_argument("--chunk-size", type=int, metavar="N", help="tokens of one prefill step")
+    parser.add_argument("--max-requests", type=int, metavar="N", help="requests that run at once")
+    parser.add_argument("--stats", action="store_true", help="print the table of graphs at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    check_writable(options.json)
+    prompts = _read_prompts(options)
+    from segue.llm import Engine, EngineConfig, SamplingParams, default_model
+
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=tuple(options.stop),
+    )
+    config = _engine_config(options, EngineConfig)
+    start = time.perf_counter()
+    source = options.model if options.model is not None else default_model()
+    with progress_bar("starting") as show:
+        engine = Engine(source, config, progress=lambda key, what: show(f"{what} of {key}"))
+    with engine:
+        print(engine.resolved.explain(), file=sys.stderr)
+        seconds = time.perf_counter() - start
+        print(f"ready after {seconds:.1f} s on {engine.device.device}", file=sys.stderr, flush=True)
+        outputs = _generate(engine, prompts, params, is_raw=options.raw)
+        stats = engine.stats()
+        if options.stats:
+            from segue.observe.report import phase_table
+
+            print("\n" + phase_table(stats["phases"]))
+        write_json(options.json, {"outputs": outputs, "stats": stats, "startup_s": seconds})
+    return 0
+
+
+def _read_prompts(options: argparse.Namespace) -> list[str]:
+    """Raises ValueError where there is no prompt, or one is empty."""
+    if (options.prompt is None) == (options.prompts_file is None):
+        raise ValueError("give a PROMPT, or --prompts-file FILE (one of the two)")
+    if options.prompt is not None:
+        prompts = [options.prompt]
+    else:
+        try:
+            text = Path(options.prompts_file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts-file {options.prompts_file} cannot be read: {error}") from None
+        prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts or not all(prompt.strip() for prompt in prompts):
+        raise ValueError("the prompt is empty: say something")
+    return prompts
+
+
+def _engine_config(options: argparse.Namespace, kind: type) -> Any:
+    from segue.config import GraphConfig
+
+    sizes = {name: getattr(options, name) for name in ("max_context", "chunk_size", "max_requests")}
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    graphs = GraphConfig(decode=options.decode, prefill=options.prefill)
+    return kind(device=options.device, graphs=graphs, **{name: v for name, v in sizes.items() if v is not None})
+
+
+def _generate(engine: Any, prompts: Sequence[str], params: Any, *, is_raw: bool) -> list[dict[str, Any]]:
+    """One prompt streams; several run as a batch, and are printed when all are done."""
+    is_chat = not is_raw and bool(getattr(engine.tokenizer, "chat_template", None))
+    ids = [engine.chat_prompt([{"role": "user", "content": p}]) if is_chat else engine.encode(p) for p in prompts]
+    if len(ids) > 1:
+        outputs = engine.generate(ids, params)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            print(f"> {prompt}\n{output.text}\n", flush=True)
+        return [{"prompt": p, **asdict(output)} for p, output in zip(prompts, outputs, strict=True)]
+    name = engine.add_request(ids[0], params)
+    for piece in engine.pieces(name):
+        print(piece, end="", flush=True)
+    print()
+    return [{"prompt": prompts[0], **asdict(engine.take_output(name))}]

@@ -1,0 +1,74 @@
+"""Attention over the paged cache: the contract in `base`, one file a backend, and the function transformers calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from segue.graph import current, eager_on_graph, is_calling
+from segue.llm.attention.base import Attention, LayerSpec, Plan, StaticPlan
+from segue.llm.attention.torch_sdpa import TorchSdpaAttention, attend, causal_mask
+from segue.llm.checkpoints import require_extra
+from segue.llm.kv_cache import PagedKVCache
+from segue.llm.load import ATTENTION
+
+__all__ = ["Attention", "LayerSpec", "Plan", "StaticPlan", "make_attention", "paged_attention", "register"]
+
+_ATTENTIONS: dict[str, type[Attention]] = {TorchSdpaAttention.name: TorchSdpaAttention}
+
+
+def make_attention(name: str, cache: PagedKVCache) -> Attention:
+    """The attention called `name`. Raises ValueError where there is none of that name."""
+    if name not in _ATTENTIONS:
+        raise ValueError(f"no attention is called {name!r}: choose one of {', '.join(_ATTENTIONS)}")
+    return _ATTENTIONS[name](cache)
+
+
+@eager_on_graph(static=("layer", "scaling", "window", "softcap"))
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one layer for the batch under way; its plan knows lengths and pages. Shapes as in `Plan.run`."""
+    plan: Plan = current().batch.plan
+    return plan.run(q, k, v, LayerSpec(layer, scaling, window, softcap), sinks)
+
+
+def register() -> None:
+    """Makes `paged_attention` known to transformers under a name that has no mask function, so no mask is built."""
+    require_extra()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _from_transformers)
+
+
+def _from_transformers(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' convention: ``[1, heads, T, dim]`` in, ``[1, T, heads, dim]`` out. A model that is called outside an
+    engine gets causal attention over its sequences, so that it still answers as itself."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: Any = module.layer_idx
+    if not is_calling():
+        length = query.shape[2]
+        mask = causal_mask(0, length, length, sliding_window, query.device)
+        spec = LayerSpec(layer, scale, sliding_window, softcap)
+        return attend(query, key, value, mask, spec, s_aux).transpose(1, 2), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return paged_attention(q, k, v, layer, scale, sliding_window, softcap, s_aux)[None], None

@@ -1,0 +1,69 @@
+"""The contract of an attention backend.
+
+Before every step the runner asks for a *plan*: host work, outside any graph, from what the host knows of the batch.
+The plan runs the attention of each layer. There are two kinds, since a recording can hold only one of them:
+
+- `plan_live` serves eager passes and eager breaks: it may use host lengths, and reads exactly the live rows.
+- `static_plan` serves full graphs: tensors at fixed addresses, bounded by the key's context; `update` refreshes them
+  from a live batch before a replay. Whether a backend can do this, and for which batches, is its `support`.
+
+The attention that transformers calls is one marked function, so that the same model runs as one graph, with breaks, or
+eagerly. What it reads of the live batch comes from `segue.current().batch`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+
+from segue.config import GraphSupport
+from segue.llm.batch import ForwardBatch
+from segue.llm.kv_cache import PagedKVCache
+from segue.shapes.key import ShapeKey
+
+
+class LayerSpec(NamedTuple):
+    """What one layer asks of its attention. `window` counts visible tokens, the newest included."""
+
+    layer: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Plan(Protocol):
+    """Attention for one batch. Writes K and V of all T rows, then attends; rows of padding may hold anything finite."""
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: LayerSpec, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``q[T, heads, dim]``, ``k[T, kv_heads, dim]``, ``v[T, kv_heads, value_dim]`` -> ``[T, heads, value_dim]``."""
+        ...
+
+
+class StaticPlan(Plan, Protocol):
+    """A plan at fixed addresses."""
+
+    def update(self, batch: ForwardBatch) -> None:
+        """Refreshes the plan's tensors from a padded batch; queued on the current stream."""
+        ...
+
+
+class Attention(ABC):
+    """One kind of attention over one cache."""
+
+    name: ClassVar[str]
+    support: ClassVar[GraphSupport]
+    bounds_context: ClassVar[bool]
+    """Whether a static plan reads up to the key's context, so that keys need one."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self.cache = cache
+
+    @abstractmethod
+    def plan_live(self, batch: ForwardBatch) -> Plan: ...
+
+    @abstractmethod
+    def static_plan(self, key: ShapeKey) -> StaticPlan: ...

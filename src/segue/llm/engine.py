@@ -1,0 +1,483 @@
+"""The engine: checkpoint to text, with continuous batching, every step by replay where a recording fits.
+
+One step, in one direction: the scheduler says which tokens run, they become a batch on the host, the runner of the
+phase answers with logits, the sampler chooses, the scheduler takes the tokens. Start-up does everything that is slow:
+it loads, settles the configuration, sizes the cache, captures, and closes the runners' guards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from segue.backends import make_backend
+from segue.config import PhaseFacts, ResolvedConfig, resolve
+from segue.device import get_device
+from segue.errors import ConfigError
+from segue.llm.attention import make_attention, register
+from segue.llm.batch import ForwardBatch, RequestRows, build_batch
+from segue.llm.config import EngineConfig, settle_sizes
+from segue.llm.kv_cache import PagedKVCache
+from segue.llm.load import LoadedModel, load_model
+from segue.llm.pages import PagePool
+from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner
+from segue.llm.sampler import SamplingParams, sample
+from segue.llm.scheduler import Request, Scheduler
+from segue.llm.text import IncrementalDetokenizer
+from segue.memory.lane import Lane
+from segue.runners import CaptureReport, Progress
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request. `token_ids` are the generated ones, an end token included; `finish_reason` is ``stop``,
+    ``length`` or ``abort``. `logprobs` has one entry a token where they were asked for: the token's, and the likeliest."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probabilities under the model's own distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request under way, with what has come out of it."""
+
+    request: Request
+    detokenizer: IncrementalDetokenizer | None
+    new_text: str = ""
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Engine:
+    """Serves one model. Owns its memory until `close`; also a context manager.
+
+    Calls may come from several threads; they take turns. `stream` may be interleaved with other calls, its request then
+    runs in one batch with theirs.
+
+    Args:
+        source: a checkpoint folder, a GGUF file, a hub id, or a transformers model in memory.
+        config: see `EngineConfig`.
+        tokenizer: overrides the source's.
+        progress: told before each step of the start-up's capture.
+
+    Raises:
+        ConfigError: the source cannot be loaded or run, or settings contradict each other.
+        MissingExtraError: the extra ``llm`` is not installed.
+        CaptureError: a shape could not be recorded, and its phase is configured to raise.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Any,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        device = _torch_device(self.config.device)
+        self.device = get_device(device)
+        register()
+        loaded = load_model(source, device=device, dtype=self.config.dtype, tokenizer=tokenizer)
+        self.facts = loaded.facts
+        self.tokenizer = loaded.tokenizer
+        self.sizes = settle_sizes(self.config, loaded.facts, device)
+        self.cache = _make_cache(loaded, self.sizes.num_pages, device)
+        self.lane = Lane(self.device)
+        self._model: Any = loaded.model
+        self._lock = threading.RLock()
+        self._ids = itertools.count()
+        self._live: dict[str, _Live] = {}
+        self._finished: dict[str, RequestOutput] = {}
+        self._num_steps = {"prefill": 0, "decode": 0}
+        self._num_generated = 0
+        self.resolved, self.prefill, self.decode = self._make_runners()
+        self._scheduler = Scheduler(
+            PagePool(self.sizes.num_pages),
+            self.sizes.max_requests,
+            self.sizes.chunk_size,
+            self.sizes.max_context,
+            max_prefill_requests=self.sizes.prefill_slots,
+            eos_token_ids=loaded.facts.eos_token_ids,
+        )
+        self.capture_reports: dict[str, CaptureReport] = {}
+        if self.config.graphs.capture == "startup":
+            self.capture(progress)
+
+    # -- start-up ------------------------------------------------------------------------------------------------------
+
+    def _make_runners(self) -> tuple[ResolvedConfig, PrefillRunner, DecodeRunner]:
+        sizes, strict = self.sizes, self.config.graphs.strict
+        attention = make_attention("torch_sdpa" if self.config.attention == "auto" else self.config.attention, self.cache)
+        resolved = resolve(
+            self.config.graphs,
+            phases={
+                "prefill": PhaseFacts(max_size=sizes.chunk_size, request_slots=sizes.prefill_slots),
+                "decode": PhaseFacts(max_size=sizes.max_requests),
+            },
+            device_type=self.device.kind,
+            support=attention.support,
+        )
+        prefill, decode = resolved.phase("prefill"), resolved.phase("decode")
+        slots = prefill.request_slots or sizes.prefill_slots
+        return (
+            resolved,
+            PrefillRunner(
+                prefill,
+                make_backend(prefill.backend, self.lane),
+                self._run_model,
+                attention,
+                Limits(prefill.ladder, slots, sizes.max_context),
+                strict=strict,
+            ),
+            DecodeRunner(
+                decode,
+                make_backend(decode.backend, self.lane),
+                self._run_model,
+                attention,
+                Limits(decode.ladder, sizes.max_requests, sizes.max_context),
+                strict=strict,
+            ),
+        )
+
+    @property
+    def runners(self) -> tuple[BatchRunner, ...]:
+        return self.prefill, self.decode
+
+    def capture(self, progress: Progress | None = None) -> dict[str, CaptureReport]:
+        """Records every phase's shapes and closes the guards. Called by start-up unless ``capture="manual"``."""
+        with self._lock, torch.inference_mode():
+            for runner in self.runners:
+                self.capture_reports[runner.phase] = runner.capture(progress=progress)
+                runner.guard.close()
+        return self.capture_reports
+
+    def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits ``[R, vocabulary]`` of each request slot's last token."""
+        output = self._model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.last_index,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queues a request and returns its id. `step` runs it.
+
+        Raises:
+            ValueError: the prompt is empty or too long, holds ids outside the vocabulary, or the id is in use.
+        """
+        params = params or SamplingParams()
+        ids = self.encode(prompt)
+        with self._lock:
+            name = request_id if request_id is not None else f"request-{next(self._ids)}"
+            request = Request(name, ids, params)
+            self._scheduler.add(request)
+            detokenizer = None
+            if self.tokenizer is not None:
+                detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop_strings)
+            elif params.stop_strings:
+                self._scheduler.abort(name)
+                raise ValueError("stop strings need a tokenizer, and this model came without one")
+            self._live[name] = _Live(request, detokenizer)
+        return name
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises ValueError where there are none, or some are outside the vocabulary."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model came without a tokenizer: pass token ids, or tokenizer=...")
+            ids = list(self.tokenizer(prompt).input_ids)
+        else:
+            ids = [int(i) for i in prompt]
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        outside = next((i for i in ids if not 0 <= i < self.facts.vocab_size), None)
+        if outside is not None:
+            raise ValueError(f"token id {outside} is outside the vocabulary of {self.facts.vocab_size}")
+        if len(ids) >= self.sizes.max_context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and the context holds {self.sizes.max_context} with the output: "
+                "shorten it, or raise max_context"
+            )
+        return ids
+
+    def step(self) -> bool:
+        """Runs one batch; False where nothing is left to run."""
+        with self._lock:
+            step = self._scheduler.schedule()
+            if step is None:
+                return False
+            rows = [RequestRows(row.token_ids, row.request.num_cached, row.request.pages) for row in step.rows]
+            batch = build_batch(rows)
+            runner: BatchRunner = self.prefill if step.kind == "prefill" else self.decode
+            try:
+                with torch.inference_mode():
+                    logits = runner.execute(batch)
+                    sampled = sample(logits, [row.request for row in step.rows])
+                token_ids = sampled.token_ids.tolist()
+            except BaseException:
+                self._give_up()
+                raise
+            self._num_steps[step.kind] += 1
+            places = {row.request.id: place for place, row in enumerate(step.rows)}
+            for new in self._scheduler.complete(step, token_ids):
+                self._num_generated += 1
+                self._take(new.request, new.token_id, sampled.logprobs, places[new.request.id])
+            return True
+
+    def _take(self, request: Request, token_id: int, logprobs: Any, place: int) -> None:
+        live = self._live[request.id]
+        if logprobs is not None and request.params.logprobs is not None:
+            num_top = request.params.logprobs
+            top = zip(logprobs.top_ids[place, :num_top].tolist(), logprobs.top_values[place, :num_top].tolist(), strict=True)
+            live.logprobs.append(TokenLogprob(token_id, float(logprobs.chosen[place]), tuple(top)))
+        detokenizer = live.detokenizer
+        if detokenizer is not None:
+            live.new_text += detokenizer.push(token_id)
+            if detokenizer.stopped_by is not None:
+                self._scheduler.finish(request.id, "stop")
+        if request.is_finished:
+            self._finish(live)
+
+    def _finish(self, live: _Live) -> None:
+        request = live.request
+        if live.detokenizer is not None:
+            live.new_text += live.detokenizer.finish()
+            live.text = live.detokenizer.text
+        logprobs = tuple(live.logprobs) if request.params.logprobs is not None else None
+        self._finished[request.id] = RequestOutput(
+            request.id,
+            live.text,
+            tuple(request.generated_ids),
+            tuple(request.prompt_ids),
+            str(request.finish_reason),
+            logprobs,
+        )
+
+    def _give_up(self) -> None:
+        """A step failed: its requests cannot go on, and none of their pages may be lost."""
+        for name in list(self._live):
+            self._scheduler.abort(name)
+        self._live.clear()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; what it generated so far is its output. False where no such request is alive."""
+        with self._lock:
+            if not self._scheduler.abort(request_id):
+                return False
+            self._finish(self._live[request_id])
+            return True
+
+    def take_output(self, request_id: str) -> RequestOutput | None:
+        """The output of a finished request, once; None while it runs. Raises KeyError for an unknown id."""
+        with self._lock:
+            output = self._finished.pop(request_id, None)
+            if output is not None:
+                del self._live[request_id]
+                return output
+            if request_id not in self._live:
+                raise KeyError(f"no request is called {request_id!r}")
+            return None
+
+    # -- whole generations ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Completes prompts (text, or token ids), batched; outputs in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt or the number of `params` is invalid; then no request is left behind.
+        """
+        many: Sequence[Prompt]
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            many = [prompts]  # type: ignore[list-item]
+        else:
+            many = prompts  # type: ignore[assignment]
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise ValueError(f"{len(many)} prompts came with {len(each)} sampling parameters: pass one, or one a prompt")
+        names: list[str] = []
+        try:
+            for prompt, param in zip(many, each, strict=True):
+                names.append(self.add_request(prompt, param))
+            outputs: dict[str, RequestOutput] = {}
+            while len(outputs) < len(names):
+                self._collect(names, outputs)
+                if len(outputs) < len(names) and not self.step():
+                    self._collect(names, outputs)
+        finally:
+            self._discard(names)
+        return [outputs[name] for name in names]
+
+    def _collect(self, names: Sequence[str], outputs: dict[str, RequestOutput]) -> None:
+        for name in names:
+            if name not in outputs:
+                output = self.take_output(name)
+                if output is not None:
+                    outputs[name] = output
+
+    def _discard(self, names: Sequence[str]) -> None:
+        """Leaves nothing behind of requests that the caller no longer waits for."""
+        with self._lock:
+            for name in names:
+                self._scheduler.abort(name)
+                self._live.pop(name, None)
+                self._finished.pop(name, None)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Yields text as it is made. The request is queued at once, and aborted if the iterator is closed early."""
+        name = self.add_request(prompt, params)
+        return self._stream(name)
+
+    def _stream(self, name: str) -> Iterator[str]:
+        try:
+            yield from self.pieces(name)
+        finally:
+            self._discard([name])
+
+    def pieces(self, request_id: str) -> Iterator[str]:
+        """Runs a queued request to its end and yields its text as it is made; `take_output` then has the whole."""
+        is_done = False
+        while not is_done:
+            with self._lock:
+                is_done = request_id in self._finished
+                live = self._live[request_id]
+                piece, live.new_text = live.new_text, ""
+            if piece:
+                yield piece
+            if not is_done:
+                self.step()
+
+    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the assistant's turn.
+
+        Raises:
+            ValueError: there are no messages, or the tokenizer has no chat template.
+        """
+        if not messages:
+            raise ValueError("the conversation is empty: give at least one message")
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("this model has no chat template: use generate() with plain text")
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+        """Answers a conversation: dicts with ``role`` and ``content``."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    # -- what it did ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and bytes since start-up; plain values, ready for JSON."""
+        with self._lock:
+            return {
+                "steps": dict(self._num_steps),
+                "generated_tokens": self._num_generated,
+                "waiting": self._scheduler.num_waiting,
+                "running": self._scheduler.num_running,
+                "cache_bytes": self.cache.nbytes,
+                "graph_pool_bytes": self.lane.reserved_bytes,
+                "phases": {runner.phase: _phase_stats(runner, self.capture_reports) for runner in self.runners},
+            }
+
+    def close(self) -> None:
+        """Ends all requests and gives recordings, cache and pools back."""
+        with self._lock:
+            self._discard(list(self._live))
+            for runner in self.runners:
+                runner.close()
+            self.lane.close()
+            self.cache.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None) -> None:
+        self.close()
+
+
+def _torch_device(name: str) -> torch.device:
+    """Raises ConfigError where the device is unknown or absent."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        get_device(device)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+    return device
+
+
+def _make_cache(loaded: LoadedModel, num_pages: int, device: torch.device) -> PagedKVCache:
+    facts = loaded.facts
+    return PagedKVCache(
+        facts.num_layers,
+        num_pages,
+        facts.num_kv_heads,
+        facts.head_dim,
+        facts.dtype,
+        device,
+        value_head_dim=facts.value_head_dim,
+    )
+
+
+def _phase_stats(runner: BatchRunner, reports: dict[str, CaptureReport]) -> dict[str, Any]:
+    records = runner.store.records()
+    report = reports.get(runner.phase)
+    return {
+        "backend": runner.backend.name,
+        "captures": len(records),
+        "replays": runner.decisions.num_replays,
+        "eager": {str(reason): count for reason, count in runner.decisions.eager.items()},
+        "real_tokens": sum(r.real for r in records),
+        "padded_tokens": sum(r.padded for r in records),
+        "capture_s": report.seconds if report is not None else 0.0,
+        "pool_bytes": sum(r.pool_bytes for r in records),
+        "driver_bytes": sum(r.driver_bytes for r in records),
+        "static_bytes": runner.static_bytes,
+        "graphs": [
+            {
+                "tokens": r.key.tokens,
+                "context": r.key.context,
+                "segments": r.segments,
+                "breaks": r.breaks,
+                "nodes": r.nodes,
+                "hits": r.hits,
+                "real": r.real,
+                "padded": r.padded,
+                "pool_bytes": r.pool_bytes,
+                "driver_bytes": r.driver_bytes,
+                "warmup_s": r.warmup_s,
+                "capture_s": r.capture_s,
+            }
+            for r in records
+        ],
+    }

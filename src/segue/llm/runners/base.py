@@ -1,0 +1,155 @@
+"""What decode and prefill share: a batch of requests through the model, by way of static memory.
+
+All integers of a batch lie in static buffers, one a field, at the largest shape. A load pads the batch on the host
+(`pad_host` makes padded rows harmless) and copies every field whole, so no tail is ever left from an earlier batch.
+The attention then plans for the batch: a live plan where attention runs between segments or eagerly, a static one where
+it is recorded. The recording holds the model and the LM head for the last token of each request slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from segue.backends import Backend, Forward
+from segue.graph import Call, calling
+from segue.inputs import Padding, Slot, StaticInputs
+from segue.llm.attention import Attention, StaticPlan
+from segue.llm.batch import ForwardBatch, HostBatch, dummy_batch, pad_host, to_device
+from segue.llm.pages import pages_for
+from segue.observe.decision import Decision
+from segue.runners import Live, Runner, Settings
+from segue.shapes.key import ShapeKey
+from segue.shapes.ladder import geometric
+
+Model = Callable[[ForwardBatch], torch.Tensor]
+"""Logits ``[R, vocabulary]`` of each request slot's last token."""
+
+FIRST_CONTEXT_RUNG = 256
+CONTEXT_FACTOR = 4
+
+
+class Limits(NamedTuple):
+    """The largest batch of a phase: rungs of the ladder, request slots, and tokens of context a request."""
+
+    ladder: tuple[int, ...]
+    max_requests: int
+    max_context: int
+
+
+class BatchRunner(Runner[HostBatch]):
+    """Runs `HostBatch`es; the output is the logits of the live requests."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        backend: Backend,
+        model: Model,
+        attention: Attention,
+        limits: Limits,
+        *,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(settings, backend, strict=strict)
+        self._model = model
+        self._attention = attention
+        self.limits = limits
+        self._device = attention.cache.keys[0].device
+        self._pages = pages_for(limits.max_context, attention.cache.page_size)
+        self._plans: dict[ShapeKey, StaticPlan] = {}
+        self._inputs: StaticInputs | None = None
+        if limits.ladder:
+            self._inputs = StaticInputs(_slots(self._pages), self._device, limits.ladder[-1], self.slots(limits.ladder[-1]))
+
+    def slots(self, tokens: int) -> int:
+        """Request slots of a recording of `tokens` tokens."""
+        return self.limits.max_requests
+
+    def contexts(self) -> Sequence[int | None]:
+        """Context rungs of the keys: none where attention is not recorded or reads only what is there."""
+        if self.backend.is_segmented or not self._attention.bounds_context:
+            return (None,)
+        longest = self.limits.max_context
+        return geometric(min(FIRST_CONTEXT_RUNG, longest), longest, CONTEXT_FACTOR)
+
+    @property
+    def static_bytes(self) -> int:
+        return 0 if self._inputs is None else self._inputs.nbytes
+
+    def max_padding(self, live: Live) -> float:
+        """The smallest rung is never too large: what it wastes is small whatever the factor."""
+        smallest = self.limits.ladder[0] if self.limits.ladder else 1
+        return max(self.settings.max_padding, smallest / live.tokens)
+
+    # -- Runner --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, key: ShapeKey) -> Call:
+        host = dummy_batch(key.tokens, self.slots(key.tokens), page_size=self._attention.cache.page_size)
+        return self._load(host, key)
+
+    def forward(self, key: ShapeKey) -> Forward:
+        batch = self._static_batch(key, dummy_batch(1, 1))
+        return lambda: self._model(batch)
+
+    def load(self, batch: HostBatch, decision: Decision) -> Call:
+        assert decision.key is not None
+        return self._load(batch, decision.key)
+
+    def live_output(self, output: Any, batch: HostBatch) -> Any:
+        return output[: batch.num_requests]
+
+    def run_eagerly(self, batch: HostBatch) -> Any:
+        return self.run_on(to_device(batch, self._device))[: batch.num_requests]
+
+    def run_padded_eagerly(self, batch: HostBatch, key: ShapeKey) -> Any:
+        """The batch padded to `key` exactly as a replay sees it, but run eagerly: the oracle for replays."""
+        with self.lane.exclusive(), calling(self._load(batch, key)):
+            return self.forward(key)()[: batch.num_requests]
+
+    def run_on(self, batch: ForwardBatch) -> torch.Tensor:
+        """The model over a device batch, eagerly, with a live plan."""
+        planned = _with_plan(batch, self._attention.plan_live(batch))
+        with calling(Call(batch=planned)):
+            return self._model(planned)
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _load(self, batch: HostBatch, key: ShapeKey) -> Call:
+        assert self._inputs is not None
+        slots = self.slots(key.tokens)
+        host = pad_host(batch, key.tokens, slots, self._pages)
+        self._inputs.load(host.tensors._asdict(), key.tokens, slots)
+        return Call(batch=self._static_batch(key, host))
+
+    def _static_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
+        assert self._inputs is not None
+        batch = ForwardBatch(**self._inputs.view(key.tokens, self.slots(key.tokens)), host=host)
+        if self.backend.is_segmented:
+            return _with_plan(batch, self._attention.plan_live(batch))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._attention.static_plan(key)
+        plan.update(batch)
+        return _with_plan(batch, plan)
+
+
+def _slots(pages: int) -> list[Slot]:
+    """Every source brings the whole rung, padded on the host, so no policy has a tail to treat."""
+    whole = Padding.FOREACH_COPY
+    return [
+        Slot("input_ids", "tokens", torch.int32, whole),
+        Slot("positions", "tokens", torch.int32, whole),
+        Slot("slot_mapping", "tokens", torch.int32, whole),
+        Slot("query_start", "requests", torch.int32, whole, extra=1),
+        Slot("seq_lens", "requests", torch.int32, whole),
+        Slot("block_table", "requests", torch.int32, whole, shape=(pages,)),
+        Slot("num_tokens", None, torch.int32, whole, shape=(1,)),
+        Slot("last_index", "requests", torch.int64, whole),
+    ]
+
+
+def _with_plan(batch: ForwardBatch, plan: Any) -> ForwardBatch:
+    return replace(batch, plan=plan)

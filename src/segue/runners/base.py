@@ -1,0 +1,240 @@
+"""The runner: per phase, what flows. Batch -> decision -> static inputs -> replay -> output, one direction.
+
+A runner owns the shapes of one phase: which are captured, the static memory they read, how a live batch is padded into
+it and how the live part of the output is cut out again. How a shape is recorded is its backend's business; it never asks
+which backend it has.
+
+`capture` is a method with a report, never a side effect of construction: it warms every rung, largest first, flushes
+once, and records all. After start-up the engine closes the guard, and a later capture raises.
+
+Subclasses say what is particular to their phase (the abstract methods); the order of things stands here, once.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from segue.backends import Backend, Forward
+from segue.errors import CaptureError, CaptureOutOfMemory, StrictModeError
+from segue.graph import Call, CaptureGuard, Trace, calling
+from segue.observe.decision import Decision, Decisions, GraphRecord, Reason
+from segue.runners.store import GraphStore
+from segue.shapes.key import Phase, ShapeKey
+from segue.shapes.table import DispatchTable
+
+B = TypeVar("B")
+Progress = Callable[[ShapeKey, str], None]
+"""Told before each step of a capture: the key, and ``"warm-up"`` or ``"capture"``."""
+
+
+class Settings(Protocol):
+    """What a runner reads of a phase's resolved configuration."""
+
+    @property
+    def phase(self) -> Phase: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def max_padding(self) -> float: ...
+    @property
+    def num_warmups(self) -> int: ...
+    @property
+    def on_failure(self) -> str: ...
+
+
+class Live(NamedTuple):
+    """A live batch as the dispatch table sees it. See `DispatchTable.lookup`."""
+
+    tokens: int
+    requests: int
+    uniform: bool
+    width: int = 1
+    context: int | None = None
+    variant: str = ""
+
+
+@dataclass(slots=True)
+class CaptureReport:
+    """What a capture did: a row for each recording, and each failure with its error."""
+
+    records: list[GraphRecord] = field(default_factory=list)
+    failures: list[tuple[ShapeKey, Exception]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(record.pool_bytes for record in self.records)
+
+
+class Runner(ABC, Generic[B]):
+    """Runs one phase. Owns its recordings and static inputs until `close`; its lane may be shared with other runners.
+    One thread at a time calls `execute`; the lane serialises runners that share it."""
+
+    def __init__(self, settings: Settings, backend: Backend, *, strict: bool = False) -> None:
+        self.phase = settings.phase
+        self.settings = settings
+        self.backend = backend
+        self.lane = backend.lane
+        self.strict = strict
+        self.table = DispatchTable()
+        self.store = GraphStore()
+        self.guard = CaptureGuard()
+        self.decisions = Decisions()
+
+    # -- what is particular to a phase ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def keys(self) -> Sequence[ShapeKey]:
+        """The shapes that start-up captures."""
+
+    @abstractmethod
+    def describe(self, batch: B) -> Live:
+        """The live batch's counts, from the host alone."""
+
+    @abstractmethod
+    def prepare(self, key: ShapeKey) -> Call:
+        """Puts harmless inputs of the shape into static memory, and says what `current()` is for them."""
+
+    @abstractmethod
+    def forward(self, key: ShapeKey) -> Forward:
+        """The function that a recording of `key` holds."""
+
+    @abstractmethod
+    def load(self, batch: B, decision: Decision) -> Call:
+        """Puts the live batch into static memory, padded; what `current()` is for it."""
+
+    @abstractmethod
+    def live_output(self, output: Any, batch: B) -> Any:
+        """The live part of a replay's output: a view, valid until the lane's next replay."""
+
+    @abstractmethod
+    def run_eagerly(self, batch: B) -> Any:
+        """The live batch without padding or static memory."""
+
+    # -- the way of a call ---------------------------------------------------------------------------------------------
+
+    def decide(self, batch: B) -> Decision:
+        """Which recording answers `batch`, or why none does. Counts nothing."""
+        live = self.describe(batch)
+        if self.settings.backend == "disabled":
+            return Decision(None, "disabled", Reason.DISABLED, live.tokens, live.tokens)
+        key, reason = self.table.lookup((self.phase,), *live, max_padding=self.max_padding(live))
+        if key is None:
+            if self.store.failed and reason in (Reason.NO_RUNG, Reason.NOT_CAPTURED):
+                reason = Reason.CAPTURE_FAILED
+            return Decision(None, "disabled", reason, live.tokens, live.tokens)
+        return Decision(key, self.backend.name, None, live.tokens, key.tokens)
+
+    def max_padding(self, live: Live) -> float:
+        """How many times the live tokens a shape may have."""
+        return self.settings.max_padding
+
+    def execute(self, batch: B) -> Any:
+        """Runs `batch`, by replay where a recording fits. The output is valid until the lane's next replay.
+
+        Raises:
+            StrictModeError: strict mode is on and the call would run eagerly for another reason than `disabled`.
+        """
+        decision = self.decide(batch)
+        self.decisions.note(decision)
+        if decision.key is None:
+            if self.strict and decision.reason is not Reason.DISABLED:
+                raise StrictModeError(f"strict mode: a {self.phase} batch would run eagerly: {decision.reason}")
+            return self.run_eagerly(batch)
+        graph = self.store.get(decision.key)
+        with self.lane.exclusive():
+            with calling(self.load(batch, decision)):
+                output = graph.replay()
+        record = graph.record
+        record.hits += 1
+        record.real += decision.real
+        record.padded += decision.padded
+        return self.live_output(output, batch)
+
+    # -- capture -------------------------------------------------------------------------------------------------------
+
+    def capture(self, keys: Sequence[ShapeKey] | None = None, progress: Progress | None = None) -> CaptureReport:
+        """Records `keys` (None: all of `keys()`), largest first.
+
+        Raises:
+            CaptureNotAllowed: the guard is closed.
+            CaptureError: a shape failed, and the phase is configured to raise.
+        """
+        wanted = sorted(self.keys() if keys is None else keys, key=_size, reverse=True)
+        self.guard.check(", ".join(str(key) for key in wanted[:3]))
+        report = CaptureReport()
+        start = time.perf_counter()
+        if self.settings.backend != "disabled" and wanted:
+            tell = progress or (lambda key, what: None)
+            with self.lane.exclusive():
+                traces = self._warm(wanted, tell, report)
+                with self.lane.capture_pass():
+                    for key in wanted:
+                        if key in traces:
+                            tell(key, "capture")
+                            self._record(key, traces.pop(key), report)
+        report.seconds = time.perf_counter() - start
+        return report
+
+    def _warm(self, keys: Sequence[ShapeKey], tell: Progress, report: CaptureReport) -> dict[ShapeKey, Trace]:
+        traces: dict[ShapeKey, Trace] = {}
+        largest: Trace | None = None
+        with self.lane.device.on_stream(self.lane.stream):
+            for key in keys:
+                tell(key, "warm-up")
+                try:
+                    with calling(self.prepare(key)):
+                        for _ in range(self.settings.num_warmups - 1):
+                            self.forward(key)()
+                        traces[key] = self.backend.trace(self.forward(key), like=largest)[1]
+                except torch.OutOfMemoryError as error:
+                    self._failed(key, CaptureOutOfMemory(f"{key}: out of memory in its warm-up: {error}"), report)
+                    continue
+                largest = largest or traces[key]
+        return traces
+
+    def _record(self, key: ShapeKey, trace: Trace, report: CaptureReport) -> None:
+        try:
+            with calling(self.prepare(key)):
+                graph = self.backend.record(key, self.forward(key), trace)
+        except CaptureError as error:
+            self._failed(key, error, report)
+            return
+        self.store.add(graph)
+        self.table.add(key)
+        report.records.append(graph.record)
+
+    def _failed(self, key: ShapeKey, error: CaptureError, report: CaptureReport) -> None:
+        """A failed shape falls back as configured: raise; skip it; run the phase eagerly; or keep to smaller shapes."""
+        policy = self.settings.on_failure
+        if policy == "raise":
+            raise type(error)(f"{key}: {error}", operation=error.operation, location=error.location) from error
+        report.failures.append((key, error))
+        self.store.failed[key] = Reason.CAPTURE_FAILED
+        larger = [k for k in self.store if policy == "eager" or _size(k) > _size(key)]
+        for other in larger if policy in ("eager", "shrink") else []:
+            self.drop(other, Reason.CAPTURE_FAILED)
+
+    def drop(self, key: ShapeKey, reason: Reason) -> None:
+        """Closes one recording; calls that it answered now run eagerly for `reason`."""
+        if key in self.store:
+            self.table.remove(key)
+            self.store.remove(key)
+            self.store.failed[key] = reason
+
+    def close(self) -> None:
+        """Closes every recording. The lane stays open."""
+        with self.lane.exclusive():
+            for key in self.store:
+                self.table.remove(key)
+            self.store.close()
+
+
+def _size(key: ShapeKey) -> tuple[int, int]:
+    return key.tokens, key.context or 0
