@@ -57,6 +57,13 @@ def references_to_base() -> int:
     return sys.getrefcount(base)
 
 
+@functools.lru_cache(maxsize=1)
+def references_to_item() -> int:
+    """What `sys.getrefcount` counts for a tensor that one list alone holds, seen through that list, less the list's."""
+    items = [torch.empty(0)]
+    return sys.getrefcount(items[0]) - 1
+
+
 def storage_weakref(tensor: torch.Tensor) -> Any:
     """Keeps the storage's identity from being re-used, and not its memory alive; has `expired()`."""
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -84,6 +91,12 @@ def has_kernel(operator_name: str, dispatch_key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator_name, dispatch_key))
 
 
+def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a composite operation's C++ kernel, which calls other operations, as eager does. `OpOverload.decompose` would
+    prefer Python decompositions, which differ from it and take long to import."""
+    return overload._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 def without_torch_function() -> Any:
     """A context in which torch functions ignore subclasses and function modes."""
     return torch._C.DisableTorchFunction()
@@ -94,13 +107,22 @@ def without_autocast() -> Any:
     return torch._C._DisableAutocast()
 
 
-@contextlib.contextmanager
-def without_modes(kind: type | None = None) -> Iterator[None]:
+def without_modes(kind: type | None = None) -> contextlib.AbstractContextManager[None]:
     """Runs a block outside every dispatch mode, and outside the function modes from the innermost one of `kind` on.
 
     Function modes below it are the caller's own (`torch.device("cuda")` is one) and stay. A body that is compiled must
     not meet a mode of ours: Dynamo would skip it for good.
     """
+    if not torch._C._len_torch_dispatch_stack() and (kind is None or not torch._C._len_torch_function_stack()):
+        return _NOTHING
+    return _leaving_modes(kind)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _leaving_modes(kind: type | None) -> Iterator[None]:
     stack: list[Any] = []
     depth = torch._C._len_torch_function_stack()
     ours = [i for i in range(depth) if kind is not None and isinstance(torch._C._get_function_stack_at(i), kind)]
@@ -162,17 +184,16 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def graph_node_count(raw_graph: int) -> int:
-    """Nodes of a recorded graph (`cuGraphGetNodes` with no buffer)."""
-    count = ctypes.c_size_t(0)
-    status = _driver().cuGraphGetNodes(ctypes.c_void_p(raw_graph), None, ctypes.byref(count))
-    if status:
-        raise RuntimeError(f"cuGraphGetNodes failed with driver error {status}")
-    return count.value
-
-
-def capture_status(stream: torch.cuda.Stream) -> str:
-    """``none``, ``active`` or ``invalidated`` (`cuStreamIsCapturing`)."""
-    status = ctypes.c_int(0)
-    _driver().cuStreamIsCapturing(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
-    return ("none", "active", "invalidated")[status.value]
+def capture_progress(stream: torch.cuda.Stream) -> tuple[str, int]:
+    """``none``, ``active`` or ``invalidated``, and the number of nodes recorded so far (`cuStreamGetCaptureInfo_v2`,
+    `cuGraphGetNodes` with no buffer). Asking before the end spares keeping the graph beside its executable."""
+    driver = _driver()
+    status, identity, graph = ctypes.c_int(0), ctypes.c_uint64(0), ctypes.c_void_p(0)
+    dependencies, count = ctypes.c_void_p(0), ctypes.c_size_t(0)
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    out = (ctypes.byref(x) for x in (status, identity, graph, dependencies, count))
+    if driver.cuStreamGetCaptureInfo_v2(handle, *out):
+        return "invalidated", 0
+    if status.value == 1:
+        driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
+    return ("none", "active", "invalidated")[status.value], count.value

@@ -215,6 +215,25 @@ def test_a_request_that_ends_in_flight_takes_no_token_and_gives_its_pages_back_o
     assert pool.num_free == pool.capacity
 
 
+def test_a_cancelled_step_runs_again() -> None:
+    pool = PagePool(9)
+    scheduler = Scheduler(pool, 4, 16, 100)
+    request = endless("a", 20, 3)
+    scheduler.add(request)
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert step is not None and [row.num_tokens for row in step.rows] == [16]
+        scheduler.cancel(step)
+        with pytest.raises(ValueError, match="not in flight"):
+            scheduler.cancel(step)
+        with pytest.raises(ValueError, match="not in flight"):
+            scheduler.complete(step, [1])
+    assert request.num_cached == 0 and request.generated_ids == []
+    run_all(scheduler, pool)
+    assert (request.generated_ids, request.finish_reason) == expected_output(request, 100)
+    assert pool.num_free == pool.capacity
+
+
 def test_a_request_is_not_admitted_into_the_pages_that_running_ones_need_next() -> None:
     scheduler = Scheduler(PagePool(2 + 3), 4, 64, 1000)
     first, second = endless("a", 16, 30), endless("b", 17, 5)

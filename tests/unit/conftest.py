@@ -22,5 +22,5 @@ def device(request: pytest.FixtureRequest) -> Device:
 def lane(device: Device) -> Iterator[Lane]:
     lane = Lane(device)
     yield lane
-    gc.collect()
+    gc.collect(1)  # what a test made is young
     lane.close()

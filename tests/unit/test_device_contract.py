@@ -77,9 +77,30 @@ def _empty(x: torch.Tensor, state: torch.Tensor) -> Any:
     return torch.cat([x[:0], x * 2]), x[:0].sum()
 
 
+def _in_place_views(x: torch.Tensor, state: torch.Tensor) -> Any:
+    y = x * 2
+    y.unsqueeze_(0).transpose_(1, 2).squeeze_(0)
+    return y.t_().add_(1), x[0] @ state.t()
+
+
+def _lazy_conjugates(x: torch.Tensor, state: torch.Tensor) -> Any:
+    z = torch.complex(x, state).conj()
+    return z.clone(), z.imag.clone(), z.imag, z, z * 2, torch.fft.hfft(z[0])
+
+
+def _tensor_lists(x: torch.Tensor, state: torch.Tensor) -> Any:
+    torch._foreach_add_([state[0], state[1]], [x[0], x[1]])
+    return torch._foreach_mul([x, state], 2.0), torch.unbind_copy(x), torch.split_with_sizes_copy(x, [1, 3])
+
+
+def _empty_pieces(x: torch.Tensor, state: torch.Tensor) -> Any:
+    y = x * 2
+    return y[4:], torch.cat([y[4:], y]), y[:0].exp().sum(0), (y[:, :0] @ y[:, :0].t()) + 1
+
+
 PROGRAMS = [
     _in_place, _views, _write_through_view, _multi_output, _lists, _gather, _matmul, _dtypes, _factories, _out_argument,
-    _empty,
+    _empty, _in_place_views, _lazy_conjugates, _tensor_lists, _empty_pieces,
 ]  # fmt: skip
 
 
@@ -173,7 +194,7 @@ def test_memory_is_reused_and_freed(lane: Lane) -> None:
     assert torch.equal(replay(lane, recorded), expected)
     assert lane.reserved_bytes <= 4 << 20, "60 temporaries of 256 KiB share their memory"
     anchor = 512 if lane.device.kind == "cuda" else 0
-    assert sum(lane.pool.live_blocks().values()) <= anchor
+    assert sum(lane.pool.state().live.values()) <= anchor
 
 
 def test_recordings_of_one_pool_replay_in_any_order(lane: Lane) -> None:
@@ -269,6 +290,74 @@ def test_a_refusal_cannot_be_swallowed(lane: Lane) -> None:
     with pytest.raises(CaptureError):
         record(lane, forward)
     assert torch.equal(replay(lane, record(lane, lambda: x * 3)), x * 3)
+
+
+def test_an_out_that_would_be_resized_is_refused_on_the_cpu_device() -> None:
+    lane = Lane(get_device("cpu"))
+    x = torch.randn(4)
+    with pytest.raises(CaptureError, match="resizes its out"):
+        record(lane, lambda: torch.mul(x, 2, out=torch.empty(0)) + 1)
+
+
+def test_sparse_tensors_are_refused_on_the_cpu_device() -> None:
+    lane = Lane(get_device("cpu"))
+    x = torch.randn(4, 4)
+    sparse = torch.eye(4).to_sparse_csr()
+    for forward in (lambda: sparse @ x, lambda: x.to_sparse().to_dense(), lambda: torch.sparse.sum(x.to_sparse())):
+        with pytest.raises(CaptureError, match="sparse"):
+            record(lane, forward)
+    assert torch.equal(replay(lane, record(lane, lambda: x * 2)), x * 2)
+
+
+def test_places_to_split_at_that_are_a_tensor_are_refused_on_the_cpu_device() -> None:
+    lane = Lane(get_device("cpu"))
+    x, places = torch.randn(4), torch.tensor([1, 3])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with pytest.raises(CaptureError, match="tensor_split"):
+            record(lane, lambda mode=mode: [mode(), x.tensor_split(places)][1])
+    assert torch.equal(replay(lane, record(lane, lambda: x.tensor_split(2)[1])), x[2:])
+
+
+def test_a_replay_casts_nothing_that_was_not_recorded(lane: Lane) -> None:
+    """Autocast of whoever replays is no concern of a recording."""
+    x, weight = torch.randn(4, 16).to(lane.device.device), torch.randn(16, 16).to(lane.device.device)
+    recorded = record(lane, lambda: (x @ weight).softmax(1) @ weight)
+    expected = (x @ weight).softmax(1) @ weight
+    with torch.autocast(lane.device.kind, dtype=torch.bfloat16):
+        assert torch.equal(replay(lane, recorded), expected)
+
+
+def test_two_captures_under_one_autocast_share_no_casts(lane: Lane) -> None:
+    x = torch.randn(4, 16).to(lane.device.device)
+    linear = torch.nn.Linear(16, 16).to(lane.device.device)
+    with torch.autocast(lane.device.kind, dtype=torch.bfloat16), torch.no_grad():
+        linear(x)  # in the caller's cache from here on
+        first, second = record(lane, lambda: linear(x)), record(lane, lambda: linear(x + 1) * 2)
+        for _ in range(2):
+            linear.weight.normal_()
+            x.normal_()
+            torch.clear_autocast_cache()
+            expected = linear(x), linear(x + 1) * 2
+            assert torch.equal(replay(lane, second), expected[1])
+            assert torch.equal(replay(lane, first), expected[0])
+
+
+def test_a_pass_with_a_backward_is_refused_and_without_one_recorded(lane: Lane) -> None:
+    from segue.backends import make_backend
+    from segue.shapes.key import ShapeKey
+
+    x, linear = torch.randn(4, 16).to(lane.device.device), torch.nn.Linear(16, 16).to(lane.device.device)
+    backend = make_backend("full", lane)
+    with lane.exclusive():
+        result, trace = backend.trace(lambda: linear(x).relu())
+        assert result.requires_grad
+        with pytest.raises(CaptureError, match="no_grad"):
+            backend.record(ShapeKey("call", 4), lambda: linear(x).relu(), trace)
+        del result, trace
+        for forward in (torch.no_grad()(lambda: linear(x).relu()), lambda: (x @ x.t()).relu(), lambda: linear.weight):
+            _, trace = backend.trace(forward)
+            recorded = backend.record(ShapeKey("call", 4), forward, trace)
+            assert torch.equal(recorded.replay(), forward())
 
 
 def test_resizing_under_capture_is_refused_on_the_cpu_device() -> None:

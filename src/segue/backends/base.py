@@ -77,19 +77,17 @@ class RecordingBackend(Backend):
 
     def record(self, key: ShapeKey, forward: Forward, trace: Trace) -> GraphReplay:
         lane = self.lane
-        pool = lane.pool
-        pool_before, memory_before = pool.reserved_bytes, lane.device.memory()
-        recorder = Recorder(lane.device, pool, lane.stream, trace, segmented=self.is_segmented)
+        used_before = lane.device.driver_used()
+        recorder = Recorder(lane.device, lane.pool, lane.stream, trace, segmented=self.is_segmented)
         recording = recorder.record(forward)
-        pool_bytes = pool.reserved_bytes - pool_before
-        driver_bytes = lane.device.memory().driver_used - memory_before.driver_used - pool_bytes
+        driver_bytes = lane.device.driver_used() - used_before - recording.pool_bytes
         record = GraphRecord(
             key=key,
             backend=self.name,
             segments=len(recording.segments),
             breaks=len(recording.breaks),
             nodes=recording.nodes,
-            pool_bytes=pool_bytes,
+            pool_bytes=recording.pool_bytes,
             driver_bytes=max(driver_bytes, 0) if lane.device.kind == "cuda" else 0,
             warmup_s=trace.seconds,
             capture_s=recording.capture_s,

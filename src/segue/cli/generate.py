@@ -63,10 +63,11 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar("starting") as show:
         engine = Engine(source, config, progress=lambda key, what: show(f"{what} of {key}"))
     with engine:
-        print(engine.resolved.explain(), file=sys.stderr)
         seconds = time.perf_counter() - start
+        ids = _encode(engine, prompts, is_raw=options.raw)
+        print(engine.resolved.explain(), file=sys.stderr)
         print(f"ready after {seconds:.1f} s on {engine.device.device}", file=sys.stderr, flush=True)
-        outputs = _generate(engine, prompts, params, is_raw=options.raw)
+        outputs = _generate(engine, prompts, ids, params)
         stats = engine.stats()
         if options.stats:
             from segue.observe.report import phase_table
@@ -84,7 +85,7 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
         prompts = [options.prompt]
     else:
         try:
-            text = Path(options.prompts_file).read_text()
+            text = Path(options.prompts_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompts-file {options.prompts_file} cannot be read: {error}") from None
         prompts = [line for line in text.splitlines() if line.strip()]
@@ -104,10 +105,15 @@ def _engine_config(options: argparse.Namespace, kind: type) -> Any:
     return kind(device=options.device, graphs=graphs, **{name: v for name, v in sizes.items() if v is not None})
 
 
-def _generate(engine: Any, prompts: Sequence[str], params: Any, *, is_raw: bool) -> list[dict[str, Any]]:
-    """One prompt streams; several run as a batch, and are printed when all are done."""
+def _encode(engine: Any, prompts: Sequence[str], *, is_raw: bool) -> list[list[int]]:
+    """Raises ValueError where a prompt does not fit, before anything is printed."""
     is_chat = not is_raw and bool(getattr(engine.tokenizer, "chat_template", None))
-    ids = [engine.chat_prompt([{"role": "user", "content": p}]) if is_chat else engine.encode(p) for p in prompts]
+    ids = [engine.chat_prompt([{"role": "user", "content": p}]) if is_chat else p for p in prompts]
+    return [engine.encode(i) for i in ids]
+
+
+def _generate(engine: Any, prompts: Sequence[str], ids: Sequence[list[int]], params: Any) -> list[dict[str, Any]]:
+    """One prompt streams; several run as a batch, and are printed when all are done."""
     if len(ids) > 1:
         outputs = engine.generate(ids, params)
         for prompt, output in zip(prompts, outputs, strict=True):

@@ -23,15 +23,22 @@ def check_writable(file: str | None) -> None:
     path = Path(file)
     if path.is_dir():
         raise ValueError(f"--json {file} is a folder: name a file")
+    if _is_special(path):
+        return
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"--json {file}: the folder {path.parent} does not exist or cannot be written")
 
 
 def write_json(file: str | None, value: Any) -> None:
-    """Writes `value`, whole or not at all; nothing for None."""
+    """Writes `value`, whole or not at all; nothing for None. What is no regular file (/dev/stdout) is written into."""
     if file is None:
         return
     path = Path(file)
+    if _is_special(path):
+        with path.open("w") as out:
+            json.dump(value, out, indent=2)
+            out.write("\n")
+        return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as out:
@@ -42,6 +49,11 @@ def write_json(file: str | None, value: Any) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _is_special(path: Path) -> bool:
+    """A link, a pipe or a device: it must stay what it is."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 @contextlib.contextmanager

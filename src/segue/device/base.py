@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from segue._compat import data_address, tensor_at
-from segue.device.operations import Operation, extent_bytes
+from segue.device.operations import Operation, extent_bytes, lazily_as
 
 Observer = Callable[[Operation, tuple[Any, ...], dict[str, Any], Any], None]
 """Told of every primitive operation that a watched capture meets: operation, arguments, keyword arguments, result."""
@@ -31,11 +31,15 @@ ShapeMemo = dict[Any, Any]
 """`operations.signature` of a call -> geometries of its results, filled by a trace from real kernels."""
 
 
-class Memory(NamedTuple):
-    """Bytes: `reserved` by torch's allocator or our pools, `driver_used` as the driver sees the whole device."""
+class PoolState(NamedTuple):
+    """One look at a pool: the pieces of memory it reserved as (address, bytes), and its blocks in use, address -> bytes."""
 
-    reserved: int
-    driver_used: int
+    segments: list[tuple[int, int]]
+    live: dict[int, int]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.segments)
 
 
 class DeviceGraph(Protocol):
@@ -50,18 +54,11 @@ class DeviceGraph(Protocol):
 
 
 class Pool(Protocol):
-    """Memory of one lane. `reserved_bytes` is what it holds, `live_blocks` the blocks (address -> bytes) in use."""
+    """Memory of one lane."""
 
     is_retired: bool
 
-    @property
-    def reserved_bytes(self) -> int: ...
-
-    def live_blocks(self) -> dict[int, int]: ...
-
-    def segments(self) -> list[tuple[int, int]]:
-        """(address, bytes) of each piece of memory that the pool reserved."""
-        ...
+    def state(self) -> PoolState: ...
 
     def close(self) -> None: ...
 
@@ -122,13 +119,20 @@ class Device(ABC):
         """Waits for the device and gives cached memory back."""
 
     @abstractmethod
-    def memory(self) -> Memory: ...
+    def make_room(self) -> None:
+        """Flushes if a capture, which cannot free cached memory, might otherwise run short."""
+
+    @abstractmethod
+    def driver_used(self) -> int:
+        """Bytes in use on the whole device, as the driver sees it."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A normal tensor over the same memory that keeps nothing alive: its storage spans exactly the tensor."""
-        size, stride = tuple(tensor.shape), tensor.stride()
-        nbytes = extent_bytes(tensor.dtype, size, stride)
-        with torch.inference_mode(False):
-            if nbytes == 0:
-                return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
-            return tensor_at(data_address(tensor), nbytes, tensor.dtype, tensor.device, size, stride)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.alias(tensor)
+        size, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        if 0 in size:
+            return torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
+        nbytes = tensor.nbytes if tensor.is_contiguous() else extent_bytes(dtype, size, stride)
+        return lazily_as(tensor, tensor_at(data_address(tensor), nbytes, dtype, tensor.device, size, stride))

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from segue._compat import forbid_data_access, without_modes
-from segue.device.base import Device, DeviceGraph, Memory, Observer, ShapeMemo
+from segue._compat import forbid_data_access, without_autocast, without_modes
+from segue.device.base import Device, DeviceGraph, Observer, ShapeMemo
 from segue.device.cpu_pool import CpuPool
 from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step
-from segue.device.operations import Geometry, Operation, geometry, signature, tensors
+from segue.device.operations import RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
 from segue.device.watch import HostReads, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, HostReadError
 
@@ -64,13 +64,16 @@ class CpuDevice(Device):
     def flush(self) -> None:
         return None
 
-    def memory(self) -> Memory:
-        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return Memory(reserved=0, driver_used=peak_kib * 1024)
+    def make_room(self) -> None:
+        return None
+
+    def driver_used(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class CpuGraph:
-    """A tape. Replays under one `inference_mode`, where in-place and `out=` work for every kind of tensor."""
+    """A tape. Replays under one `inference_mode`, where in-place and `out=` work for every kind of tensor; what autocast
+    casts was recorded, so the replaying caller's autocast must not cast again."""
 
     instantiate_s = 0.0
 
@@ -79,7 +82,7 @@ class CpuGraph:
         self.nodes: int | None = len(steps)
 
     def replay(self) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), without_autocast():
             for call, args, kwargs in self._steps:
                 call(*args, **kwargs)
 
@@ -120,7 +123,7 @@ class CpuCapture:
         return None
 
     def unrecorded(self) -> AbstractContextManager[Any]:
-        return without_modes()
+        return without_modes(HostReads)
 
     # -- what the modes call ------------------------------------------------------------------------------------------
 
@@ -157,13 +160,15 @@ class CpuCapture:
         raise self._refusal
 
     def _record(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_strided(args):
+            self._refuse(CaptureError, f"{op.name} takes a sparse tensor, which the cpu device cannot record.", op.name)
         if op.reads_host(args):
             self.refuse_read(op.name)
         if op.moves_storage:
             self._refuse(CaptureError, f"{op.name} moves a tensor off its captured address.", op.name)
-        if op.is_view or not op.returns_tensors:
+        if op.is_view or (op.returns and not op.returns_tensors):
             return op.overload(*args, **kwargs)
-        if op.writes_names and _returns_only_arguments(op):
+        if not op.returns_fresh:
             return self._record_write(op, args, kwargs)
         results = [self._allocate(g) for g in self._geometries(op, args, kwargs)]
         if not op.allocates:
@@ -174,6 +179,8 @@ class CpuCapture:
         return _rebuild(op, args, kwargs, results)
 
     def _record_write(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op.has_out and self._shapes.get(signature(op, args, kwargs)) == RESIZED:
+            self._refuse(CaptureError, f"{op.name} resizes its out=: give it the result's shape.", op.name)
         assert self._steps is not None
         self._steps.append(Step(op.call, self._tape_arguments.of(args), self._tape_kwargs(kwargs)))
         written = op.written(args, kwargs)
@@ -188,7 +195,8 @@ class CpuCapture:
         if wanted is None:
             return None
         result = self._pool.allocate(*wanted)
-        forbid_data_access(result)
+        if result.numel():  # empty tensors have no block, and the tape holds them as they are
+            forbid_data_access(result)
         return result
 
     def _geometries(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Geometry | None]:
@@ -202,7 +210,7 @@ class CpuCapture:
 
     def _from_meta(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Geometry | None]:
         options = {k: _to_meta(v) for k, v in kwargs.items()}
-        if "device" in options or next(tensors(args), None) is None:
+        if "device" in options or not tensors(args):
             options["device"] = torch.device("meta")
         try:
             result = op.overload(*_to_meta(args), **options)
@@ -215,12 +223,14 @@ class CpuCapture:
                     op.name,
                 )
             raise
+        if not is_strided(result):
+            self._refuse(CaptureError, f"{op.name} makes a sparse tensor, which the cpu device cannot record.", op.name)
         return fresh_geometries(op, result)
 
 
 class _CaptureMode(OperationMode):
     def __init__(self, session: CpuCapture) -> None:
-        super().__init__()
+        super().__init__("cpu")
         self._session = session
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,16 +245,12 @@ def fresh_geometries(op: Operation, result: Any) -> list[Geometry | None]:
     return [geometry(r) for r in fresh_results(op, result)]
 
 
-def _returns_only_arguments(op: Operation) -> bool:
-    return all(r.alias_info is not None and r.alias_info.is_write for r in op.overload._schema.returns)
-
-
 def _is_elsewhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Calls on the meta device and on other devices are none of ours."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return True
-    return any(t.device.type != "cpu" for t in tensors(args))
+    return not all([t.is_cpu for t in tensors(args)])
 
 
 def _to_meta(value: Any) -> Any:
@@ -262,7 +268,7 @@ def _rebuild(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     """The schema's return structure around `results`; returns that are arguments come back as those arguments."""
     schema = op.overload._schema
     if len(schema.returns) == 1:
-        return results if "[]" in str(schema.returns[0].type) else results[0]
+        return results if op.returns_list else results[0]
     written = iter(op.written(args, kwargs))
     fresh = iter(results)
     return tuple(

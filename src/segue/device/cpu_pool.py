@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import mmap
 import weakref
 from collections import deque
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from segue._compat import data_address, tensor_at
+from segue.device.base import PoolState
 from segue.device.operations import extent_bytes
 
 _ROUND = 512
@@ -59,16 +61,10 @@ class CpuPool:
         self._live: dict[int, int] = {}
         self._dead: deque[int] = deque()
 
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(chunk.numel() for chunk in self._chunks)
-
-    def live_blocks(self) -> dict[int, int]:
+    def state(self) -> PoolState:
         self._collect()
-        return dict(self._live)
-
-    def segments(self) -> list[tuple[int, int]]:
-        return [(start, self._chunks[self._by_start[start]].numel()) for start in self._starts]
+        segments = [(start, self._chunks[self._by_start[start]].numel()) for start in self._starts]
+        return PoolState(segments, dict(self._live))
 
     def close(self) -> None:
         self._chunks.clear()
@@ -157,8 +153,9 @@ class CpuPool:
             nbytes = _LARGE_CHUNK
         else:
             nbytes = -(-wanted // _ROUND_LARGE) * _ROUND_LARGE
-        with torch.inference_mode(False):
-            chunk = torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):  # mapped memory starts on a page, and so every block on 512 bytes
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            chunk = torch.frombuffer(memory, dtype=torch.uint8)
         start = data_address(chunk)
         self._chunks.append(chunk)
         self._by_start[start] = len(self._chunks) - 1

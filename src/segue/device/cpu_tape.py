@@ -5,7 +5,8 @@ ones go through their `out=` overload where there is one, and are run and copied
 Steps hold views of the pool that own no block, and detached aliases of everything else, which keep it alive.
 
 Which overload is the `out=` form: its non-out arguments have the functional one's names and types, and it has as many
-outs as the other has returns. Losses with a reduction use `out` as scratch of another shape, so they are copied.
+outs as the other has returns. Losses with a reduction use `out` as scratch of another shape, and FFTs and linear algebra
+choose another layout inside, and so other last bits, with `out` than without: these are run and copied.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch._ops import OpOverload
 
 from segue.device.cpu_pool import CpuPool
-from segue.device.operations import Operation
+from segue.device.operations import Operation, lazily_as
 
 _FACTORY_OPTIONS = {"dtype", "layout", "device", "pin_memory"}
 _SCRATCH_OUT = {
@@ -30,6 +31,7 @@ _SCRATCH_OUT = {
     "aten::_embedding_bag",
     "aten::_embedding_bag_forward_only",
 }
+_OTHER_LAYOUT_OUT = ("aten::linalg_", "aten::_linalg_", "aten::_fft_", "aten::geqrf", "aten::ormqr")
 _COPY = torch.ops.aten.copy_.default._op
 
 
@@ -48,7 +50,9 @@ class _OutForm(NamedTuple):
 @functools.cache
 def _out_form(overload: OpOverload) -> _OutForm | None:
     schema = overload._schema
-    if schema.name in _SCRATCH_OUT or any(str(r.type) != "Tensor" for r in schema.returns):
+    if schema.name in _SCRATCH_OUT or schema.name.startswith(_OTHER_LAYOUT_OUT):
+        return None
+    if any(str(r.type) != "Tensor" for r in schema.returns):
         return None
     is_factory = not any("Tensor" in str(a.type) for a in schema.arguments)
     dropped = _FACTORY_OPTIONS if is_factory else set()
@@ -105,8 +109,11 @@ class TapeArguments:
 
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if value.numel() == 0:  # it may be a view of a block, and must not keep it
+                with torch.inference_mode(False):
+                    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             view = self._pool.view(value)
-            return value.detach() if view is None else view
+            return value.detach() if view is None else lazily_as(value, view)
         if isinstance(value, list):
             return [self.of(v) for v in value]
         if isinstance(value, tuple):

@@ -23,13 +23,15 @@ from typing import Any
 
 import torch
 
-from segue._compat import capture_status, graph_node_count, pool_snapshot, stop_routing_to_pool, without_modes
-from segue.device.base import Device, DeviceGraph, Memory, Observer, ShapeMemo
+from segue._compat import capture_progress, pool_snapshot, stop_routing_to_pool, without_modes
+from segue.device.base import Device, DeviceGraph, Observer, PoolState, ShapeMemo
 from segue.device.operations import Operation
 from segue.device.watch import OperationMode, error_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
 _MODE = "thread_local"
+_SPARE_BYTES = 2 << 30
+"""free memory beyond what is cached, below which a capture makes room first: a capture cannot free cached memory"""
 _REFUSALS = ("graph capture", "stream is capturing", "StreamCapture", "capturing stream")
 """words of torch's own refusals, which leave the capture valid"""
 
@@ -82,9 +84,15 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def memory(self) -> Memory:
+    def make_room(self) -> None:
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free < cached + _SPARE_BYTES:
+            self.flush()
+
+    def driver_used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        return Memory(torch.cuda.memory_reserved(self.device), total - free)
+        return total - free
 
 
 class CudaPool:
@@ -97,20 +105,15 @@ class CudaPool:
         self._anchor: torch.cuda.CUDAGraph | None = _tiny_graph(device, stream, self.id)
         self._num_graphs = 0
 
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(int(s["total_size"]) for s in pool_snapshot(self.id))
-
-    def live_blocks(self) -> dict[int, int]:
-        blocks: dict[int, int] = {}
+    def state(self) -> PoolState:
+        segments: list[tuple[int, int]] = []
+        live: dict[int, int] = {}
         for segment in pool_snapshot(self.id):
+            segments.append((segment["address"], segment["total_size"]))
             for block in segment["blocks"]:
                 if block["state"] == "active_allocated":
-                    blocks[int(block["address"])] = int(block["size"])
-        return blocks
-
-    def segments(self) -> list[tuple[int, int]]:
-        return [(int(s["address"]), int(s["total_size"])) for s in pool_snapshot(self.id)]
+                    live[block["address"]] = block["size"]
+        return PoolState(segments, live)
 
     def close(self) -> None:
         anchor, self._anchor = self._anchor, None
@@ -132,12 +135,10 @@ class CudaPool:
 class CudaGraph:
     """One executable graph. The pool's memory lives at least as long."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, pool: CudaPool) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, instantiate_s: float, pool: CudaPool) -> None:
         pool.count_graph(1)
         self._pool = pool
-        start = time.perf_counter()
-        graph.instantiate()
-        self.instantiate_s = time.perf_counter() - start
+        self.instantiate_s = instantiate_s
         self._graph = graph
         self._is_open = True
         self.nodes: int | None = nodes
@@ -162,38 +163,36 @@ class CudaCapture:
     def begin(self) -> None:
         if self._open is not None:
             raise CaptureError("a capture is already open in this session")
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = torch.cuda.CUDAGraph()
         self._open = graph
         graph.capture_begin(pool=self._pool.id, capture_error_mode=_MODE)
 
     def end(self) -> DeviceGraph | None:
         graph = self._open
         assert graph is not None, "end() without begin()"
-        if capture_status(self._stream) == "invalidated":
+        status, nodes = capture_progress(self._stream)
+        if status == "invalidated":
             error = CaptureError("the capture was invalidated by an operation that a CUDA graph cannot hold")
             self.abort()
             raise error
         self._open = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
-            graph.capture_end()
-        nodes = graph_node_count(graph.raw_cuda_graph())
         if nodes == 0:
+            _end_quietly(graph)
             graph.reset()
             return None
-        return CudaGraph(graph, nodes, self._pool)
+        start = time.perf_counter()
+        graph.capture_end()
+        return CudaGraph(graph, nodes, time.perf_counter() - start, self._pool)
 
     def abort(self) -> None:
         graph, self._open = self._open, None
         if graph is None:
             return
-        status = capture_status(self._stream)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                status = "invalidated"
+        status, _ = capture_progress(self._stream)
+        try:
+            _end_quietly(graph)
+        except RuntimeError:
+            status = "invalidated"
         with contextlib.suppress(RuntimeError):
             graph.reset()
         if status != "active":
@@ -211,7 +210,7 @@ class CudaCapture:
             return CaptureOutOfMemory(f"the device ran out of memory while recording{where}: {error}", location=location)
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         was_refused = isinstance(error, RuntimeError) and any(words in text for words in _REFUSALS)
-        if not was_refused and (self._open is None or capture_status(self._stream) != "invalidated"):
+        if not was_refused and (self._open is None or capture_progress(self._stream)[0] != "invalidated"):
             return None
         return HostReadError(
             f"{text}{where}: a recording cannot wait for the device or read its data on the host. Keep the value on the "
@@ -228,13 +227,20 @@ class CudaCapture:
 
 class _ObserverMode(OperationMode):
     def __init__(self, observer: Observer) -> None:
-        super().__init__()
+        super().__init__("cuda")
         self._observer = observer
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = op.overload(*args, **kwargs)
         self._observer(op, args, kwargs, result)
         return result
+
+
+def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:
+    """Ends a capture whose graph is thrown away; torch warns where it is empty."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph.capture_end()
 
 
 def _tiny_graph(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:

@@ -11,7 +11,6 @@ from real kernels, and the cpu device reads it when it records the same call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,9 @@ from segue._compat import has_kernel
 
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """dtype, size and stride of one tensor."""
+
+RESIZED = "resized"
+"""in a memo, the answer for an `out=` call that gave its `out` another shape"""
 
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -40,7 +42,8 @@ class Operation:
     __slots__ = (
         "allocates",
         "call",
-        "is_composite",
+        "composite_on",
+        "has_out",
         "is_index",
         "is_random",
         "is_view",
@@ -49,6 +52,8 @@ class Operation:
         "overload",
         "reads_data",
         "returns",
+        "returns_fresh",
+        "returns_list",
         "returns_tensors",
         "writes",
         "writes_names",
@@ -60,20 +65,28 @@ class Operation:
         self.overload = overload
         self.call = overload._op
         self.name = str(overload)
-        self.is_composite = has_kernel(_full_name(overload), "CompositeImplicitAutograd") and base not in _HIDDEN_VIEWS
+        is_decomposable = base not in _HIDDEN_VIEWS and _full_name(overload) not in _DATA_READS
+        self.composite_on = _composite_on(_full_name(overload)) if is_decomposable else frozenset()
         written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.moves_storage = base in _RESIZES
+        turns_in_place = torch.Tag.inplace_view in overload.tags and not self.moves_storage  # t_, squeeze_: no data
+        if turns_in_place:
+            written = []
         self.writes = tuple(i for i, a in enumerate(schema.arguments) if a in written and not a.kwarg_only)
         self.writes_names = tuple(a.name for a in written)
+        self.has_out = any(a.is_out for a in schema.arguments)
         aliases = [r for r in schema.returns if r.alias_info is not None]
         self.is_view = (bool(aliases) and not written) or base in _HIDDEN_VIEWS
         self.allocates = base in _ALLOCATIONS and not written
-        self.moves_storage = base in _RESIZES
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
         self.is_index = base in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
         dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(overload.tags)
         self.reads_data = base in _DATA_READS or _full_name(overload) in _DATA_READS or (bool(dynamic) and not self.is_index)
         self.returns = len(schema.returns)
-        self.returns_tensors = not schema.returns or any("Tensor" in str(r.type) for r in schema.returns)
+        self.returns_list = len(schema.returns) == 1 and "List[" in str(schema.returns[0].type)
+        self.returns_tensors = any("Tensor" in str(r.type) for r in schema.returns)
+        makes_some = any(r.alias_info is None or not r.alias_info.is_write for r in schema.returns)
+        self.returns_fresh = self.returns_tensors and not self.is_view and makes_some
 
     def reads_host(self, args: tuple[Any, ...]) -> bool:
         """Whether this call waits for device data on the host (or uploads a host list, which waits as well)."""
@@ -90,7 +103,15 @@ class Operation:
         """The tensors among the arguments that this call writes."""
         found = [args[i] for i in self.writes if i < len(args)]
         found += [kwargs[n] for n in self.writes_names if n in kwargs]
-        return list(tensors(found))
+        return tensors(found)
+
+
+def _composite_on(name: str) -> frozenset[str]:
+    """Device kinds on which the operation is made of others. Some have a kernel of their own on one device alone
+    (`_fused_rms_norm` on CUDA), and taking them apart there would compute something else than eager does."""
+    if not has_kernel(name, "CompositeImplicitAutograd"):
+        return frozenset()
+    return frozenset(kind for kind, key in (("cpu", "CPU"), ("cuda", "CUDA")) if not has_kernel(name, key))
 
 
 def _full_name(overload: OpOverload) -> str:
@@ -109,11 +130,11 @@ class _TensorMark(NamedTuple):
 
 
 def signature(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hashable name of the call, or None where an argument cannot be hashed."""
-    key = (op.overload, _mark(args), _mark(tuple(kwargs.items())) if kwargs else ())
+    """A hashable name of the call, or None where an argument cannot be hashed, or is a tensor without strides."""
     try:
+        key = (op.overload, _mark(args), _mark(tuple(kwargs.items())) if kwargs else ())
         hash(key)
-    except TypeError:
+    except (RuntimeError, TypeError):
         return None
     return key
 
@@ -126,20 +147,37 @@ def _mark(value: Any) -> Any:
     return (type(value), value)  # 1 == True == 1.0 as dictionary keys
 
 
+def is_strided(value: Any) -> bool:
+    """Whether every tensor in an argument has ordinary memory (sparse and opaque ones have none)."""
+    return all(t.layout is torch.strided for t in tensors(value))
+
+
 def geometry(value: Any) -> Geometry | None:
-    """dtype, size and stride of a tensor; None for what is no (defined, dense) tensor."""
+    """dtype, size and stride of a tensor; None for an undefined one."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride()
     return None
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in an argument: itself, or in lists and tuples at any depth."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors(item)
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += tensors(item)
+    return found
+
+
+def lazily_as(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+    """`alias`, conjugated or negated lazily where `tensor`, over the same memory, is."""
+    if tensor.is_conj():
+        alias = alias.conj()
+    return torch._neg_view(alias) if tensor.is_neg() else alias
 
 
 def extent_bytes(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
-from segue._compat import TorchDispatchMode, without_torch_function
+from segue._compat import TorchDispatchMode, run_composite, without_torch_function
 from segue.device.operations import Operation, operation
 
 Location = tuple[CodeType, int]
@@ -73,9 +73,18 @@ def error_line(error: BaseException) -> str | None:
 
 class OperationMode(TorchDispatchMode):
     """A dispatch mode over primitive operations; subclasses override `handle`, and `handle_opaque` for operators that
-    run a function inside (`torch.cond`, `flex_attention`)."""
+    run a function inside (`torch.cond`, `flex_attention`). `kind` is the device's: what is primitive depends on it."""
 
     supports_higher_order_operators = True
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: wrapping `__torch_dispatch__` would import Dynamo, a second of start-up, and nothing here is compiled."""
+        return False
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,11 +93,9 @@ class OperationMode(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return self.handle_opaque(func, args, kwargs)
         op = operation(func)
-        if op.is_composite:
+        if self._kind in op.composite_on:
             with self, without_torch_function():
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                return run_composite(func, args, kwargs)
         return self.handle(op, args, kwargs)
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,12 +105,16 @@ class OperationMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+_SPLIT = "tensor_split"  # reads where it is told the places by a tensor
+
+
 @functools.lru_cache(maxsize=1)
 def _reading_functions() -> dict[Any, str]:
     names = (
         "tolist", "numpy", "__array__", "cpu", "__repr__", "__format__", "__dlpack__", "__deepcopy__", "__reduce_ex__"
     )  # fmt: skip
-    return {getattr(torch.Tensor, name): f"Tensor.{name}" for name in names}
+    reading: dict[Any, str] = {getattr(torch.Tensor, name): f"Tensor.{name}" for name in names}
+    return reading | {torch.tensor_split: _SPLIT, torch.Tensor.tensor_split: _SPLIT}
 
 
 class HostReads(TorchFunctionMode):
@@ -118,6 +129,6 @@ class HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = self._names.get(func)
-        if name is not None:
+        if name is not None and (name != _SPLIT or any(isinstance(a, torch.Tensor) for a in args[1:])):
             self._on_read(name)
         return func(*args, **(kwargs or {}))

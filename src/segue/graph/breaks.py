@@ -31,7 +31,12 @@ class Mark:
     static: frozenset[str]
     writes: frozenset[str]
     fake: Callable[..., Any] | None
-    takes_out: bool
+    out_position: int | None
+    """where the parameter ``out`` stands, None where there is none"""
+
+    def can_take_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the function has a parameter ``out`` that this call leaves free."""
+        return self.out_position is not None and "out" not in kwargs and len(args) <= self.out_position
 
 
 class BreakHandler(Protocol):
@@ -92,8 +97,8 @@ def _mark(
                 raise ValueError(
                     f"@eager_on_graph({option}=...) names {name!r}, and {_name(function)} has no such parameter"
                 )
-    takes_out = names is not None and "out" in names
-    mark = Mark(function, _name(function), frozenset(static), frozenset(writes), fake, takes_out)
+    out_position = names.index("out") if names is not None and "out" in names else None
+    mark = Mark(function, _name(function), frozenset(static), frozenset(writes), fake, out_position)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +114,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...] | None:
     """Names of the parameters; None where any keyword is taken or the signature cannot be read."""
     import inspect
 
@@ -119,7 +124,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
         return None
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None
-    return frozenset(parameters)
+    return tuple(parameters)
 
 
 @eager_on_graph
@@ -162,6 +167,11 @@ def current() -> Call:
     if call is None:
         raise LookupError("segue.current() was read outside a call that segue runs")
     return call
+
+
+def is_calling() -> bool:
+    """Whether `current()` has an answer."""
+    return _current.get() is not None
 
 
 @contextmanager

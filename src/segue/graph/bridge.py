@@ -15,13 +15,22 @@ memory than one that writes in place. `Delivery` is what a replay runs; it compa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from segue._compat import data_address, storage_handle, storage_owners
+from segue._compat import (
+    data_address,
+    references_to_base,
+    references_to_item,
+    storage_bytes,
+    storage_handle,
+    storage_owners,
+    tensor_at,
+)
 from segue.device.operations import extent_bytes
 from segue.errors import BreakOutputError
 from segue.graph.tree import Spec, flatten, same_value, unflatten
@@ -60,6 +69,9 @@ class Constant:
 
 Leaf = Fresh | Argument | External | Constant
 
+_ITEM = 16
+"""bytes of the largest dtype: a bridge of several views holds a whole number of them"""
+
 
 @dataclass(frozen=True, slots=True)
 class OutputNote:
@@ -74,35 +86,60 @@ class OutputNote:
         return [leaf for leaf in self.leaves if isinstance(leaf, Fresh)]
 
 
-def note_output(output: Any, arguments: Sequence[Any]) -> OutputNote:
-    """Reads a live result. `arguments` are the leaves that the body was called with."""
-    leaves, spec = flatten(output)
+def note_output(spec: Spec, leaves: list[Any], arguments: Sequence[Any]) -> OutputNote:
+    """Reads a live result, taken apart. `arguments` are the leaves that the body was called with.
+
+    Whether a tensor lasts is told by who else holds it, so nothing but `leaves` may hold the result meanwhile.
+    """
     owners = _argument_storages(arguments)
-    groups: dict[int, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            groups.setdefault(storage_handle(leaf), []).append(index)
     notes: dict[int, Leaf] = {}
     bridges: list[int] = []
-    for handle, members in groups.items():
+    for handle, members in _storage_groups(leaves).items():
+        is_argument = handle in owners
+        is_kept = not is_argument and handle >= 0 and _is_kept(leaves, members)
         tensors = [leaves[i] for i in members]
-        if handle in owners:
+        if is_argument:
             found: list[Leaf] = [_argument_note(t, owners[handle], arguments) for t in tensors]
-        elif storage_owners(tensors[0]) > _num_holders(tensors):
+        elif is_kept:
             found = [External(t.detach()) for t in tensors]
         else:
-            found = list(_fresh_notes(tensors, len(bridges)))
-            bridges.append(max(f.offset + extent_bytes(f.dtype, f.size, f.stride) for f in found if isinstance(f, Fresh)))
+            fresh = _fresh_notes(tensors, len(bridges))
+            bridges.append(max(f.offset + extent_bytes(f.dtype, f.size, f.stride) for f in fresh))
+            found = [*fresh]
         notes.update(zip(members, found, strict=True))
     ordered = tuple(notes[i] if i in notes else Constant(leaf) for i, leaf in enumerate(leaves))
     return OutputNote(spec, ordered, tuple(bridges))
 
 
-def _num_holders(tensors: Sequence[torch.Tensor]) -> int:
-    """References to a storage that the result itself accounts for: its tensors, and the bases of its views."""
-    holders = {id(t) for t in tensors}
-    holders.update(id(t._base) for t in tensors if t._base is not None)
-    return len(holders)
+def _storage_groups(leaves: list[Any]) -> dict[int, list[int]]:
+    """Indices of the tensors, by storage. A lazily conjugated or negated tensor is a value of its own: copied."""
+    groups: dict[int, list[int]] = {}
+    for index in range(len(leaves)):
+        if isinstance(leaves[index], torch.Tensor):
+            is_lazy = leaves[index].is_conj() or leaves[index].is_neg()
+            groups.setdefault(-1 - index if is_lazy else storage_handle(leaves[index]), []).append(index)
+    return groups
+
+
+def _is_kept(leaves: list[Any], members: Sequence[int]) -> bool:
+    """Whether somebody beyond the result holds its storage: another tensor, or another holder of one of its tensors or
+    of a base of one (a buffer of a module, returned as it is or as a view)."""
+    bases = {id(base): base for base in (leaves[i]._base for i in members) if base is not None}
+    holders = {id(leaves[i]) for i in members} | set(bases)
+    if storage_owners(leaves[members[0]]) > len(holders):
+        return True
+    occurrences: dict[int, int] = {}
+    for i in members:
+        occurrences[id(leaves[i])] = occurrences.get(id(leaves[i]), 0) + 1
+    for key in bases:
+        base = bases[key]
+        if sys.getrefcount(base) > references_to_base() + 1 + occurrences.get(key, 0):
+            return True
+    return any(
+        sys.getrefcount(leaves[i]) > occurrences[id(leaves[i])] + references_to_item()
+        for i in members
+        if id(leaves[i]) not in bases
+    )
 
 
 def _argument_storages(arguments: Sequence[Any]) -> dict[int, int]:
@@ -118,13 +155,14 @@ def _argument_note(tensor: torch.Tensor, index: int, arguments: Sequence[Any]) -
     return Argument(index, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
 
-def _fresh_notes(tensors: Sequence[torch.Tensor], bridge: int) -> Sequence[Fresh]:
+def _fresh_notes(tensors: Sequence[torch.Tensor], bridge: int) -> list[Fresh]:
     if len(tensors) == 1:
         tensor = tensors[0]
         stride = tensor.stride() if _is_writable(tensor) else _contiguous(tuple(tensor.shape))
         return [Fresh(tensor.dtype, tuple(tensor.shape), stride, bridge, 0)]
-    base = min(data_address(t) for t in tensors)
-    return [Fresh(t.dtype, tuple(t.shape), t.stride(), bridge, data_address(t) - base) for t in tensors]
+    base = min((data_address(t) for t in tensors if t.numel()), default=0)
+    offsets = [data_address(t) - base if t.numel() else 0 for t in tensors]
+    return [Fresh(t.dtype, tuple(t.shape), t.stride(), bridge, o) for t, o in zip(tensors, offsets, strict=True)]
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
@@ -142,10 +180,9 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 def build_output(note: OutputNote, arguments: Sequence[Any], device: torch.device) -> tuple[Any, list[Any]]:
     """The result that the recorded code goes on with, and its leaves. Allocates the bridges: call it inside the capture
-    of the segment that follows, with the live `arguments`."""
-    with torch.inference_mode(False), torch.no_grad():
-        buffers = [_allocate(note, index, nbytes, device) for index, nbytes in enumerate(note.bridges)]
-        leaves = [_live_leaf(leaf, arguments, buffers) for leaf in note.leaves]
+    of the segment that follows, with the live `arguments`, outside inference mode and under `no_grad`."""
+    buffers = [_allocate(note, index, nbytes, device) for index, nbytes in enumerate(note.bridges)]
+    leaves = [_live_leaf(leaf, arguments, buffers) for leaf in note.leaves]
     return unflatten(note.spec, iter(leaves)), leaves
 
 
@@ -154,7 +191,7 @@ def _allocate(note: OutputNote, index: int, nbytes: int, device: torch.device) -
     if len(members) == 1:
         only = members[0]
         return torch.empty_strided(only.size, only.stride, dtype=only.dtype, device=device)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return torch.empty(-(-nbytes // _ITEM) * _ITEM, dtype=torch.uint8, device=device)
 
 
 def _live_leaf(leaf: Leaf, arguments: Sequence[Any], buffers: Sequence[torch.Tensor]) -> Any:
@@ -190,7 +227,12 @@ def delivery(name: str, note: OutputNote, targets: Sequence[Any]) -> Callable[[A
         return _deliver_tensor(name, targets[0])
     if note.spec.is_leaf and isinstance(note.leaves[0], Constant) and note.leaves[0].value is None:
         return _deliver_none(name)
-    checks = [_leaf_delivery(f"{name}, result {i}", n, t) for i, (n, t) in enumerate(zip(note.leaves, targets, strict=True))]
+    shared = [_shared_delivery(name, note, bridge, targets) for bridge in _shared_bridges(note)]
+    members = {i for bridge in _shared_bridges(note) for i in _members(note, bridge)}
+    checks = [
+        _leaf_delivery(f"{name}, result {i}", note.leaves[i], targets[i], is_shared=i in members)
+        for i in range(len(targets))
+    ]
 
     def deliver(output: Any) -> None:
         leaves, spec = flatten(output)
@@ -201,20 +243,57 @@ def delivery(name: str, note: OutputNote, targets: Sequence[Any]) -> Callable[[A
             )
         for check, leaf in zip(checks, leaves, strict=True):
             check(leaf)
+        for copy in shared:
+            copy(leaves)
 
     return deliver
 
 
-def _leaf_delivery(name: str, note: Leaf, target: Any) -> Callable[[Any], None]:
+def _members(note: OutputNote, bridge: int) -> list[int]:
+    return [i for i, leaf in enumerate(note.leaves) if isinstance(leaf, Fresh) and leaf.bridge == bridge]
+
+
+def _shared_bridges(note: OutputNote) -> list[int]:
+    return [bridge for bridge in range(len(note.bridges)) if len(_members(note, bridge)) > 1]
+
+
+def _shared_delivery(name: str, note: OutputNote, bridge: int, targets: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+    """Copies the memory under several results at once, where they lie to each other as they did."""
+    places = [
+        (i, leaf.offset, leaf.stride)
+        for i, leaf in enumerate(note.leaves)
+        if isinstance(leaf, Fresh) and leaf.bridge == bridge and targets[i].numel()
+    ]
+    if not places:
+        return lambda leaves: None
+    nbytes, (first, first_offset, _) = note.bridges[bridge], places[0]
+    with torch.inference_mode(False):
+        start = data_address(targets[first]) - first_offset
+        memory = tensor_at(start, nbytes, torch.uint8, targets[first].device, (nbytes,), (1,))
+
+    def copy(leaves: Sequence[Any]) -> None:
+        base = data_address(leaves[first]) - first_offset
+        for i, offset, stride in places:
+            if data_address(leaves[i]) - base != offset or leaves[i].stride() != stride:
+                raise BreakOutputError(
+                    f"break {name} returned results {first} and {i} that do not share memory as they did in its "
+                    "warm-up: return the same views of one tensor at every call, or copies"
+                )
+        memory.copy_(storage_bytes(leaves[first], base, nbytes))
+
+    return copy
+
+
+def _leaf_delivery(name: str, note: Leaf, target: Any, *, is_shared: bool) -> Callable[[Any], None]:
     if isinstance(note, Constant):
         return _deliver_constant(name, note.value)
     if isinstance(note, Fresh):
-        return _deliver_tensor(name, target)
+        return _check_tensor(name, target) if is_shared else _deliver_tensor(name, target)
     return _deliver_address(name, target, "an argument" if isinstance(note, Argument) else "a lasting tensor")
 
 
 def _deliver_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
-    shape, dtype, device, copy = bridge.shape, bridge.dtype, bridge.device, bridge.copy_
+    shape, dtype, device, copy = bridge.shape, bridge.dtype, bridge.device, _copier(bridge)
     is_grad_enabled = torch.is_grad_enabled
 
     def deliver(output: Any) -> None:
@@ -229,6 +308,25 @@ def _deliver_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
             copy(output)
 
     return deliver
+
+
+def _copier(bridge: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Copies into `bridge`. On CUDA by a kernel: `copy_` between equal layouts is a job for the copy engine, and handing
+    over to it and back takes longer than the copy."""
+    if bridge.device.type != "cuda":
+        return bridge.copy_
+    targets, copy = [bridge], torch._foreach_copy_
+    return lambda source: copy(targets, [source])
+
+
+def _check_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
+    shape, dtype, device = bridge.shape, bridge.dtype, bridge.device
+
+    def check(output: Any) -> None:
+        if not isinstance(output, torch.Tensor) or output.shape != shape or output.dtype != dtype or output.device != device:
+            raise _mismatch(name, bridge, output)
+
+    return check
 
 
 def _deliver_none(name: str) -> Callable[[Any], None]:

@@ -31,15 +31,18 @@ class Ownership:
     def __init__(self, device: Device, pool: Pool) -> None:
         self._device = device
         self._pool = pool
-        self._before = pool.live_blocks()
-        self._foreign = _Ranges(self._before.items())
-        self._segments = _Ranges(pool.segments())
+        before = pool.state()
+        self._before = before
+        self._foreign = _Ranges(before.live.items())
+        self._segments = _Ranges(before.segments)
+        self.grown_bytes = 0
+        """what the pool grew by, known after `escaped`"""
         self.owned: dict[int, torch.Tensor] = {}
         """storage handle -> a tensor that keeps the storage alive"""
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the recording holds instead of `tensor`: a non-owning alias, or an owning one."""
-        if self.is_ours(tensor):
+        if tensor.numel() == 0 or self.is_ours(tensor):
             return self._device.alias(tensor)
         kept = tensor.detach()
         self.owned[storage_handle(tensor)] = kept
@@ -54,7 +57,7 @@ class Ownership:
             return False
         address = data_address(tensor)
         if address not in self._segments:
-            self._segments = _Ranges(self._pool.segments())
+            self._segments = _Ranges(self._pool.state().segments)
             if address not in self._segments:
                 return False
         return address not in self._foreign
@@ -68,7 +71,9 @@ class Ownership:
         return found
 
     def _new_blocks(self) -> dict[int, int]:
-        return {a: n for a, n in self._pool.live_blocks().items() if self._before.get(a) != n}
+        after = self._pool.state()
+        self.grown_bytes = after.reserved_bytes - self._before.reserved_bytes
+        return {a: n for a, n in after.live.items() if self._before.live.get(a) != n}
 
 
 class _Ranges:

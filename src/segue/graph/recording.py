@@ -26,13 +26,14 @@ import torch
 
 from segue._compat import data_address
 from segue.device import Capture, Device, DeviceGraph, Pool
-from segue.device.operations import Operation, tensors
+from segue.device.operations import Operation, is_strided, tensors
 from segue.device.watch import Location, describe_line, user_line
-from segue.errors import ReplayError, TraceMismatchError
+from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import build_output, delivery
+from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import Ownership, escape_error
-from segue.graph.trace import Trace, expect_break, without_autocast_cache
+from segue.graph.trace import Trace, expect_break, has_flat_arguments, without_autocast_cache
 from segue.graph.tree import Spec, flatten, unflatten
 
 
@@ -41,9 +42,11 @@ class Break:
 
     __slots__ = ("_args", "_deliver", "_function", "_kwargs", "_leaves", "_spec", "mark")
 
-    def __init__(self, mark: Mark, spec: Spec, leaves: list[Any], deliver: Callable[[Any], None], out: Any) -> None:
+    def __init__(
+        self, mark: Mark, modes: Modes | None, spec: Spec, leaves: list[Any], deliver: Callable[[Any], None], out: Any
+    ) -> None:
         self.mark = mark
-        self._function = mark.function
+        self._function = mark.function if modes is None else bound(mark.function, modes)
         self._spec = spec
         self._leaves = leaves
         self._deliver = deliver
@@ -85,6 +88,7 @@ class Recording:
         self.output = output
         self.owned = owned
         self.capture_s = 0.0
+        self.pool_bytes = 0
         self.difference: Difference | None = None
         self._calls = [step.replay for step in steps]
 
@@ -142,6 +146,7 @@ class Recorder:
         self._num_breaks = 0
         self._watch = _CaptureWatch(trace) if trace.is_full else None
         self._session: Capture | None = None
+        self._modes = current_modes(device.kind)
 
     def record(self, forward: Callable[[], Any]) -> Recording:
         """Captures `forward`, which must do what the trace saw. Executes nothing.
@@ -150,12 +155,18 @@ class Recorder:
             CaptureError: the pass cannot be recorded; what is at fault is named.
             Exception: what `forward` itself raised, unchanged.
         """
+        if self._trace.has_backward:
+            raise CaptureError(
+                "the pass was run with grad mode on and its result requires grad: a recording has no backward. Record it "
+                "under torch.no_grad() or torch.inference_mode()."
+            )
         start = time.perf_counter()
         recording = self._capture(forward)
         escaped = self._ownership.escaped()
         if escaped:
             recording.close()
             raise escape_error(escaped, self._watch.made_at if self._watch is not None else {})
+        recording.pool_bytes = self._ownership.grown_bytes
         recording.capture_s = time.perf_counter() - start
         if self._watch is not None:
             recording.difference = self._watch.difference
@@ -218,6 +229,11 @@ class Recorder:
     # -- BreakHandler -------------------------------------------------------------------------------------------------
 
     def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        modes = current_modes(self._device.kind)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._on_break(mark, None if modes == self._modes else modes, args, kwargs)
+
+    def _on_break(self, mark: Mark, modes: Modes | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = flatten((args, kwargs))
         note = expect_break(self._trace, self._num_breaks, mark, spec)
         self._num_breaks += 1
@@ -232,12 +248,10 @@ class Recorder:
             output, results = build_output(note.output, leaves, self._device.device)
         with self._session.unrecorded():
             targets = [self._keep(leaf) for leaf in results]
-        deliver = delivery(mark.name, note.output, targets)
-        out = targets[0] if mark.takes_out and "out" not in kwargs and len(note.output.fresh) == len(targets) == 1 else None
-        positional, named = spec.children
-        is_flat = all(child.is_leaf for child in (*positional.children, *named.children))
-        kind = Break if is_flat else RebuiltBreak
-        self._steps.append(kind(mark, spec, kept, deliver, out))
+            deliver = delivery(mark.name, note.output, targets)
+        out = targets[0] if mark.can_take_out(args, kwargs) and len(note.output.fresh) == len(targets) == 1 else None
+        kind = Break if has_flat_arguments(spec) else RebuiltBreak
+        self._steps.append(kind(mark, modes, spec, kept, deliver, out))
         return output
 
     @contextmanager
@@ -272,7 +286,7 @@ class _CaptureWatch:
             expected = self._traced[index] if index < len(self._traced) else None
             if expected is None or expected[0] is not op:
                 self.difference = Difference(index, _describe(expected), _describe((op, location)))
-        if not op.is_view and not op.writes_names:
+        if op.returns_fresh and is_strided(result):
             line = describe_line(location)
             for tensor in tensors(result):
                 if line is not None and tensor.numel():

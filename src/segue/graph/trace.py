@@ -24,12 +24,12 @@ import torch
 from segue._compat import storage_handle, storage_weakref, without_modes
 from segue.device import Device, ShapeMemo
 from segue.device.cpu_tape import fresh_results
-from segue.device.operations import Operation, geometry, signature, tensors
+from segue.device.operations import RESIZED, Operation, geometry, is_strided, signature, tensors
 from segue.device.watch import HostReads, Location, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import OutputNote, note_output
-from segue.graph.tree import Spec, flatten, same_value
+from segue.graph.tree import Spec, flatten, same_value, unflatten
 
 
 class HostRead(NamedTuple):
@@ -51,6 +51,8 @@ class BreakNote:
     location: Location | None
     streams: tuple[Any, ...]
     """side streams with work since the break before"""
+    changed: int | None
+    """which argument's list, dictionary or other container the body changed"""
 
 
 @dataclass(slots=True)
@@ -64,6 +66,8 @@ class Trace:
     written: dict[int, torch.Tensor] = field(default_factory=dict)
     host_reads: list[HostRead] = field(default_factory=list)
     draws_random: bool = False
+    has_backward: bool = False
+    """whether a result, of the pass or of a break, belongs to an autograd graph, which no recording has"""
     shapes: ShapeMemo = field(default_factory=dict)
     streams: tuple[Any, ...] = ()
     seconds: float = 0.0
@@ -77,6 +81,7 @@ class Trace:
         self.written = other.written
         self.host_reads = other.host_reads
         self.draws_random = other.draws_random
+        self.has_backward = self.has_backward or other.has_backward
         self.streams = other.streams
         self.breaks = [
             replace(n, streams=o.streams) if o.streams else n for n, o in zip(self.breaks, other.breaks, strict=True)
@@ -113,6 +118,7 @@ def traced(forward: Callable[[], Any], device: Device, *, is_full: bool, segment
     with without_autocast_cache(), handling(handler), _watching(watch, device, trace):
         output = forward()
     trace.seconds = time.perf_counter() - start
+    trace.has_backward = trace.has_backward or _has_backward(flatten(output)[0])
     if watch is not None:
         trace.streams = watch.take_streams()
         watch.forget()
@@ -151,7 +157,7 @@ class _TraceMode(OperationMode):
     inside keeps its handle from being given to another."""
 
     def __init__(self, trace: Trace, device: Device) -> None:
-        super().__init__()
+        super().__init__(device.kind)
         self._trace = trace
         self._device = device
         self._inside: dict[int, Any] = {}
@@ -173,13 +179,19 @@ class _TraceMode(OperationMode):
                 trace.written[handle] = tensor
         if self._main is not None:
             self._note_stream()
+        outs = [geometry(t) for t in op.written(args, kwargs)] if op.has_out else None
+        key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
         result = self._drawing(op, args, kwargs) if op.is_random and not trace.draws_random else op.overload(*args, **kwargs)
-        if not op.is_view and op.returns_tensors and not (op.writes_names and op.returns == len(op.writes_names)):
-            self._note_results(op, args, kwargs, result)
+        if op.returns_fresh and is_strided(result):
+            self._note_results(op, key, result)
+        elif outs is not None and key is not None:
+            trace.shapes[key] = None if outs == [geometry(t) for t in op.written(args, kwargs)] else RESIZED
         return result
 
     def note_read(self, value: Any) -> None:
         for tensor in tensors(value):
+            if tensor.layout is not torch.strided:
+                continue
             handle = storage_handle(tensor)
             if handle not in self._inside and handle not in self._trace.externals:
                 self._trace.externals[handle] = tensor.detach()
@@ -197,13 +209,11 @@ class _TraceMode(OperationMode):
     def forget(self) -> None:
         self._inside.clear()
 
-    def _note_results(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _note_results(self, op: Operation, key: Any, result: Any) -> None:
         fresh = fresh_results(op, result)
         self.note_made(fresh)
-        if self._device.traces_shapes:
-            key = signature(op, args, kwargs)
-            if key is not None:
-                self._trace.shapes[key] = [geometry(r) for r in fresh]
+        if key is not None:
+            self._trace.shapes[key] = [geometry(r) for r in fresh]
 
     def _note_stream(self) -> None:
         stream = self._device.current_stream()
@@ -234,17 +244,36 @@ class _TraceHandler:
         watch = self._watch
         location = user_line() if watch is not None else None
         streams = watch.take_streams() if watch is not None else ()
-        with handling(None), without_modes():
-            output = mark.function(*args, **kwargs)
-            leaves, spec = flatten((args, kwargs))
-            note = note_output(output, leaves)
-        if watch is not None:
-            with without_modes():
+        leaves, spec = flatten((args, kwargs))
+        with handling(None), without_modes(HostReads):
+            results, result_spec = flatten(mark.function(*args, **kwargs))
+            output = note_output(result_spec, results, leaves)
+            if watch is not None:
                 watch.note_read(leaves)
-                watch.note_made(flatten(output)[0])
+                watch.note_made(results)
+        self._trace.has_backward = self._trace.has_backward or _has_backward(results)
         scalars = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
-        self._trace.breaks.append(BreakNote(mark, spec, scalars, note, location, streams))
-        return output
+        changed = _changed_argument(spec, leaves, args, kwargs)
+        self._trace.breaks.append(BreakNote(mark, spec, scalars, output, location, streams, changed))
+        return unflatten(result_spec, iter(results))
+
+
+def _changed_argument(spec: Spec, before: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Which argument's containers the body put something else in, or None."""
+    if has_flat_arguments(spec):
+        return None
+    at = 0
+    for index, (child, value) in enumerate(zip(_argument_specs(spec), (*args, *kwargs.values()), strict=True)):
+        old, at = before[at : at + _size(child)], at + _size(child)
+        new, spec_after = flatten(value)
+        if spec_after != child or not all(_is_unchanged(a, b) for a, b in zip(old, new, strict=True)):
+            return index
+    return None
+
+
+def has_flat_arguments(spec: Spec) -> bool:
+    """Whether no argument is a container; `spec` is that of ``(args, kwargs)``."""
+    return all([child.is_leaf for child in _argument_specs(spec)])
 
 
 def expect_break(trace: Trace, index: int, mark: Mark, arguments: Spec) -> BreakNote:
@@ -255,18 +284,41 @@ def expect_break(trace: Trace, index: int, mark: Mark, arguments: Spec) -> Break
     """
     note = trace.breaks[index] if index < len(trace.breaks) else None
     if note is not None and note.mark is mark and note.arguments == arguments:
+        if note.changed is not None:
+            raise CaptureError(
+                f"break {mark.name} changed the container that it was given as {_argument_names(note)[note.changed]}: a recording cannot repeat "
+                "that for the code that follows. Return the new value, or change a copy.",
+                operation=mark.name,
+                location=describe_line(note.location),
+            )
         return note
     expected = "no further break" if note is None else f"{note.mark.name}{note.arguments!r}"
+    is_redefined = note is not None and note.mark is not mark and note.mark.name == mark.name
+    advice = "a function marked inside the forward pass is a new break at every call: mark it outside"
+    if not is_redefined:
+        advice = "the order of eager breaks must not depend on anything but the captured shape"
     raise TraceMismatchError(
-        f"break {index} of this capture is {mark.name}{arguments!r}, where the warm-up met {expected}: the order of eager "
-        "breaks must not depend on anything but the captured shape",
+        f"break {index} of this capture is {mark.name}{arguments!r}, where the warm-up met {expected}: {advice}",
         operation=mark.name,
         location=describe_line(user_line()),
     )
 
 
-def _argument_name(note: BreakNote, index: int) -> str:
-    """The parameter that a leaf of the arguments belongs to."""
+def _has_backward(leaves: list[Any]) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves)
+
+
+def _is_unchanged(before: Any, after: Any) -> bool:
+    return before is after or (not isinstance(before, torch.Tensor) and same_value(before, after))
+
+
+def _argument_specs(arguments: Spec) -> tuple[Spec, ...]:
+    positional, named = arguments.children
+    return (*positional.children, *named.children)
+
+
+def _argument_names(note: BreakNote) -> list[str]:
+    """The parameter of each argument, positional ones first."""
     import inspect
 
     positional, named = note.arguments.children
@@ -275,9 +327,15 @@ def _argument_name(note: BreakNote, index: int) -> str:
     except (TypeError, ValueError):
         parameters = []
     names = [parameters[i] if i < len(parameters) else f"#{i}" for i in range(len(positional.children))]
-    names += list(named.context)
+    return [*names, *named.context]
+
+
+def _argument_name(note: BreakNote, index: int) -> str:
+    """The parameter that a leaf of the arguments belongs to."""
     owners = [
-        n for n, child in zip(names, (*positional.children, *named.children), strict=True) for _ in range(_size(child))
+        name
+        for name, spec in zip(_argument_names(note), _argument_specs(note.arguments), strict=True)
+        for _ in range(_size(spec))
     ]
     return owners[index]
 

@@ -10,12 +10,16 @@ A `Spec` compares and hashes by structure: container types, dict keys in order, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from segue._compat import pytree_node
 
-_PLAIN = (int, float, bool, str, bytes, type(None))
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, type(None)})
+"""the commonest kinds of leaves, told at once"""
 
 
 class Spec:
@@ -37,7 +41,7 @@ class Spec:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return (
+        return self is other or (
             isinstance(other, Spec)
             and self._hash == other._hash
             and self.kind is other.kind
@@ -57,6 +61,12 @@ class Spec:
 LEAF = Spec(None)
 
 
+@functools.lru_cache(maxsize=None)
+def _flat_spec(kind: type, length: int) -> Spec:
+    """The structure of most arguments, made once."""
+    return Spec(kind, length, (LEAF,) * length)
+
+
 def flatten(value: Any) -> tuple[list[Any], Spec]:
     """Leaves in a fixed order, and the structure around them."""
     leaves: list[Any] = []
@@ -65,11 +75,14 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
 
 def _flatten(value: Any, leaves: list[Any]) -> Spec:
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _LEAVES:
         leaves.append(value)
         return LEAF
     if kind is tuple or kind is list:
-        return Spec(kind, len(value), tuple([_flatten(v, leaves) for v in value]))
+        children = tuple([_flatten(v, leaves) for v in value])
+        if all([child is LEAF for child in children]):
+            return _flat_spec(kind, len(children))
+        return Spec(kind, len(children), children)
     if kind is dict:
         return Spec(kind, tuple(value), tuple([_flatten(v, leaves) for v in value.values()]))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
@@ -116,5 +129,11 @@ def _build_dataclass(kind: type, names: tuple[str, ...], children: list[Any]) ->
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equality by type and value, so that 1, True and 1.0 differ and nan equals nan."""
-    return a is b or (type(a) is type(b) and (a == b or (a != a and b != b)) is True)
+    """Equality by type and value, so that 1, True and 1.0 differ and nan equals nan. Objects that cannot say whether they
+    are equal (arrays) are not, unless they are one."""
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b or (a != a and b != b))
+    except (RuntimeError, ValueError):
+        return False

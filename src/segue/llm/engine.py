@@ -8,9 +8,11 @@ it loads, settles the configuration, sizes the cache, captures, and closes the r
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from segue.backends import make_backend
 from segue.config import PhaseFacts, ResolvedConfig, resolve
 from segue.device import get_device
-from segue.errors import ConfigError
+from segue.errors import ConfigError, SegueError
 from segue.llm.attention import make_attention, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
 from segue.llm.config import EngineConfig, settle_sizes
@@ -30,6 +32,7 @@ from segue.llm.pages import PagePool
 from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner
 from segue.llm.sampler import SamplingParams, sample
 from segue.llm.scheduler import Request, Scheduler
+from segue.llm.stats import phase_stats
 from segue.llm.text import IncrementalDetokenizer
 from segue.memory.lane import Lane
 from segue.runners import CaptureReport, Progress
@@ -76,6 +79,10 @@ class Engine:
     Calls may come from several threads; they take turns. `stream` may be interleaved with other calls, its request then
     runs in one batch with theirs.
 
+    A step that raises (the model's own exception arrives unchanged) has changed nothing: every request stays where it
+    was, and the next step runs the same tokens again. Who called decides: `generate`, `stream` and `chat` end their own
+    requests and pass the exception on, and requests of other callers go on; after `step`, `abort` ends one.
+
     Args:
         source: a checkpoint folder, a GGUF file, a hub id, or a transformers model in memory.
         config: see `EngineConfig`.
@@ -113,9 +120,11 @@ class Engine:
         self._finished: dict[str, RequestOutput] = {}
         self._num_steps = {"prefill": 0, "decode": 0}
         self._num_generated = 0
+        self._is_closed = False
         self.resolved, self.prefill, self.decode = self._make_runners()
+        self._pages = PagePool(self.sizes.num_pages)
         self._scheduler = Scheduler(
-            PagePool(self.sizes.num_pages),
+            self._pages,
             self.sizes.max_requests,
             self.sizes.chunk_size,
             self.sizes.max_context,
@@ -124,7 +133,11 @@ class Engine:
         )
         self.capture_reports: dict[str, CaptureReport] = {}
         if self.config.graphs.capture == "startup":
-            self.capture(progress)
+            try:
+                self.capture(progress)
+            except BaseException:
+                self.close()
+                raise
 
     # -- start-up ------------------------------------------------------------------------------------------------------
 
@@ -167,10 +180,17 @@ class Engine:
         return self.prefill, self.decode
 
     def capture(self, progress: Progress | None = None) -> dict[str, CaptureReport]:
-        """Records every phase's shapes and closes the guards. Called by start-up unless ``capture="manual"``."""
+        """Records every phase's shapes and closes the guards. Called by start-up unless ``capture="manual"``.
+
+        Raises:
+            CaptureNotAllowed: it was done before.
+            CaptureError: a shape failed, and its phase is configured to raise; the guards stay open.
+        """
         with self._lock, torch.inference_mode():
+            self._check_open()
             for runner in self.runners:
                 self.capture_reports[runner.phase] = runner.capture(progress=progress)
+            for runner in self.runners:
                 runner.guard.close()
         return self.capture_reports
 
@@ -195,27 +215,39 @@ class Engine:
         """
         params = params or SamplingParams()
         ids = self.encode(prompt)
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop_strings)
+        elif params.stop_strings:
+            raise ValueError("stop strings need a tokenizer, and this model came without one")
         with self._lock:
-            name = request_id if request_id is not None else f"request-{next(self._ids)}"
+            self._check_open()
+            name = self._new_id() if request_id is None else request_id
+            if name in self._live:  # alive, or finished and not taken
+                raise ValueError(f"request id {name!r} is in use: take its output first, or choose another")
             request = Request(name, ids, params)
             self._scheduler.add(request)
-            detokenizer = None
-            if self.tokenizer is not None:
-                detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop_strings)
-            elif params.stop_strings:
-                self._scheduler.abort(name)
-                raise ValueError("stop strings need a tokenizer, and this model came without one")
             self._live[name] = _Live(request, detokenizer)
         return name
+
+    def _new_id(self) -> str:
+        return next(name for name in (f"request-{i}" for i in self._ids) if name not in self._live)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SegueError("this engine is closed: make a new one")
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ValueError where there are none, or some are outside the vocabulary."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model came without a tokenizer: pass token ids, or tokenizer=...")
-            ids = list(self.tokenizer(prompt).input_ids)
+            ids = list(self.tokenizer(prompt, verbose=False).input_ids)  # the length is checked here, not warned about
         else:
-            ids = [int(i) for i in prompt]
+            try:
+                ids = [operator.index(i) for i in prompt]
+            except TypeError:
+                raise TypeError(f"a prompt is text or a sequence of token ids, not {type(prompt).__name__}") from None
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         outside = next((i for i in ids if not 0 <= i < self.facts.vocab_size), None)
@@ -229,21 +261,21 @@ class Engine:
         return ids
 
     def step(self) -> bool:
-        """Runs one batch; False where nothing is left to run."""
+        """Runs one batch; False where nothing is left to run. An exception leaves every request as it was."""
         with self._lock:
+            self._check_open()
             step = self._scheduler.schedule()
             if step is None:
                 return False
-            rows = [RequestRows(row.token_ids, row.request.num_cached, row.request.pages) for row in step.rows]
-            batch = build_batch(rows)
             runner: BatchRunner = self.prefill if step.kind == "prefill" else self.decode
             try:
+                rows = [RequestRows(row.token_ids, row.request.num_cached, row.request.pages) for row in step.rows]
                 with torch.inference_mode():
-                    logits = runner.execute(batch)
+                    logits = runner.execute(build_batch(rows))
                     sampled = sample(logits, [row.request for row in step.rows])
                 token_ids = sampled.token_ids.tolist()
             except BaseException:
-                self._give_up()
+                self._scheduler.cancel(step)
                 raise
             self._num_steps[step.kind] += 1
             places = {row.request.id: place for place, row in enumerate(step.rows)}
@@ -271,21 +303,13 @@ class Engine:
         if live.detokenizer is not None:
             live.new_text += live.detokenizer.finish()
             live.text = live.detokenizer.text
+        reason = str(request.finish_reason)
+        if reason == "length" and live.detokenizer is not None and live.detokenizer.stopped_by is not None:
+            reason = "stop"  # the last token that was allowed completed a stop string
         logprobs = tuple(live.logprobs) if request.params.logprobs is not None else None
         self._finished[request.id] = RequestOutput(
-            request.id,
-            live.text,
-            tuple(request.generated_ids),
-            tuple(request.prompt_ids),
-            str(request.finish_reason),
-            logprobs,
+            request.id, live.text, tuple(request.generated_ids), tuple(request.prompt_ids), reason, logprobs
         )
-
-    def _give_up(self) -> None:
-        """A step failed: its requests cannot go on, and none of their pages may be lost."""
-        for name in list(self._live):
-            self._scheduler.abort(name)
-        self._live.clear()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; what it generated so far is its output. False where no such request is alive."""
@@ -317,7 +341,7 @@ class Engine:
             ValueError: a prompt or the number of `params` is invalid; then no request is left behind.
         """
         many: Sequence[Prompt]
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
             many = [prompts]  # type: ignore[list-item]
         else:
             many = prompts  # type: ignore[assignment]
@@ -353,12 +377,20 @@ class Engine:
                 self._finished.pop(name, None)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yields text as it is made. The request is queued at once, and aborted if the iterator is closed early."""
-        name = self.add_request(prompt, params)
-        return self._stream(name)
+        """Yields text as it is made. The request is queued at once, and aborted if the iterator is closed early.
+
+        Raises:
+            ValueError: as `add_request`, or the model has no tokenizer to make text with.
+        """
+        if self.tokenizer is None:
+            raise ValueError("this model came without a tokenizer, so there is no text to stream: use generate()")
+        pieces = self._stream(self.add_request(prompt, params))
+        next(pieces)
+        return pieces
 
     def _stream(self, name: str) -> Iterator[str]:
         try:
+            yield ""  # for `stream`: closing a generator that never started would not abort its request
             yield from self.pieces(name)
         finally:
             self._discard([name])
@@ -368,6 +400,7 @@ class Engine:
         is_done = False
         while not is_done:
             with self._lock:
+                self._check_open()
                 is_done = request_id in self._finished
                 live = self._live[request_id]
                 piece, live.new_text = live.new_text, ""
@@ -380,14 +413,17 @@ class Engine:
         """Token ids of a conversation in the model's chat template, ready for the assistant's turn.
 
         Raises:
-            ValueError: there are no messages, or the tokenizer has no chat template.
+            ValueError: there are no messages, the tokenizer has no chat template, or the template refuses them.
         """
         if not messages:
             raise ValueError("the conversation is empty: give at least one message")
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("this model has no chat template: use generate() with plain text")
-        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the checkpoint's, and raises what it likes
+            raise ValueError(f"the model's chat template refuses the messages: {' '.join(str(error).split())}") from error
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Answers a conversation: dicts with ``role`` and ``content``."""
@@ -403,14 +439,22 @@ class Engine:
                 "generated_tokens": self._num_generated,
                 "waiting": self._scheduler.num_waiting,
                 "running": self._scheduler.num_running,
+                "preemptions": self._scheduler.num_preemptions,
+                "pages": self._pages.capacity,
+                "free_pages": self._pages.num_free,
                 "cache_bytes": self.cache.nbytes,
                 "graph_pool_bytes": self.lane.reserved_bytes,
-                "phases": {runner.phase: _phase_stats(runner, self.capture_reports) for runner in self.runners},
+                "phases": {
+                    runner.phase: phase_stats(runner, self.capture_reports.get(runner.phase)) for runner in self.runners
+                },
             }
 
     def close(self) -> None:
-        """Ends all requests and gives recordings, cache and pools back."""
+        """Ends all requests and gives recordings, cache and pools back. A second call does nothing."""
         with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
             self._discard(list(self._live))
             for runner in self.runners:
                 runner.close()
@@ -447,37 +491,3 @@ def _make_cache(loaded: LoadedModel, num_pages: int, device: torch.device) -> Pa
         device,
         value_head_dim=facts.value_head_dim,
     )
-
-
-def _phase_stats(runner: BatchRunner, reports: dict[str, CaptureReport]) -> dict[str, Any]:
-    records = runner.store.records()
-    report = reports.get(runner.phase)
-    return {
-        "backend": runner.backend.name,
-        "captures": len(records),
-        "replays": runner.decisions.num_replays,
-        "eager": {str(reason): count for reason, count in runner.decisions.eager.items()},
-        "real_tokens": sum(r.real for r in records),
-        "padded_tokens": sum(r.padded for r in records),
-        "capture_s": report.seconds if report is not None else 0.0,
-        "pool_bytes": sum(r.pool_bytes for r in records),
-        "driver_bytes": sum(r.driver_bytes for r in records),
-        "static_bytes": runner.static_bytes,
-        "graphs": [
-            {
-                "tokens": r.key.tokens,
-                "context": r.key.context,
-                "segments": r.segments,
-                "breaks": r.breaks,
-                "nodes": r.nodes,
-                "hits": r.hits,
-                "real": r.real,
-                "padded": r.padded,
-                "pool_bytes": r.pool_bytes,
-                "driver_bytes": r.driver_bytes,
-                "warmup_s": r.warmup_s,
-                "capture_s": r.capture_s,
-            }
-            for r in records
-        ],
-    }

@@ -22,6 +22,7 @@ import torch
 
 from segue.errors import ConfigError
 from segue.llm.checkpoints import cache_folder, convert_gguf, default_model, require_extra
+from segue.llm.experts import guard_experts
 from segue.llm.facts import ModelFacts, attention_facts, check_supported, model_facts
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
     # With a pad id, some models compare it with the ids on the host at each call, to warn about a missing mask.
     model.config.pad_token_id = None
     layers = attention_facts(model)
+    guard_experts(model)
     model.set_attn_implementation(ATTENTION)
     facts = model_facts(model, layers, _eos_token_ids(model, tokenizer))
     return LoadedModel(model, tokenizer, model.config, facts)

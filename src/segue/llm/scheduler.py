@@ -123,8 +123,8 @@ class NewToken(NamedTuple):
 class Scheduler:
     """Decides step by step; one thread at a time. It owns the pages that its requests hold.
 
-    `schedule` and `complete` alternate; `add`, `abort` and `finish` may come between any two calls. `max_context`
-    bounds prompt and output together. `eos_token_ids` end a request unless it ignores them.
+    `schedule` and `complete` (or `cancel`) alternate; `add`, `abort` and `finish` may come between any two calls.
+    `max_context` bounds prompt and output together. `eos_token_ids` end a request unless it ignores them.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._num_arrived = 0
         self._step: Step | None = None
+        self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
@@ -234,6 +235,15 @@ class Scheduler:
                 if reason is not None:
                     self._end(request, reason)
         return added
+
+    def cancel(self, step: Step) -> None:
+        """Take back a step that did not run, or not to its end: its requests stay where they were, with their pages.
+
+        What the step wrote to the cache is written again, since no token counts as cached before `complete`.
+        """
+        if step is not self._step:
+            raise ValueError("cancel() got a step that is not in flight; pass what schedule() returned last, once")
+        self._step = None
 
     def _check_addable(self, request: Request) -> None:
         if request.id in self._requests:
@@ -310,6 +320,7 @@ class Scheduler:
         request.state = RequestState.WAITING
         request.num_cached = 0
         request.num_preemptions += 1
+        self.num_preemptions += 1
         self._waiting.insert(0, request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:

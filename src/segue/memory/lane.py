@@ -5,8 +5,7 @@ lane enforces the premise: its lock serialises capture and replay across threads
 lane is an error, and work on another stream than the last replay's is ordered behind it. In the steady state, one
 stream, ordering costs one comparison.
 
-`capture_pass` is what building many recordings has in common: the cache is flushed and garbage collected once, the
-collector is frozen, and both are undone at the end. A pool that a failed capture retired is kept for the graphs that
+`capture_pass` is what building many recordings has in common: room is made once, and the collector is frozen. A pool that a failed capture retired is kept for the graphs that
 live in it, and the next capture opens another.
 """
 
@@ -40,13 +39,13 @@ class Lane:
     def pool(self) -> Pool:
         """The pool that new captures use; opened on first use, and again after one was retired."""
         if not self._pools or self._pools[-1].is_retired:
-            self._pools = [pool for pool in self._pools if pool.reserved_bytes]
+            self._pools = [pool for pool in self._pools if pool.state().reserved_bytes]
             self._pools.append(self.device.open_pool(self.stream))
         return self._pools[-1]
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(pool.reserved_bytes for pool in self._pools)
+        return sum(pool.state().reserved_bytes for pool in self._pools)
 
     def enter(self) -> None:
         """Takes the lane for one capture or replay on the current stream; pair it with `leave`.
@@ -88,7 +87,10 @@ class Lane:
 
     @contextmanager
     def capture_pass(self) -> Iterator[None]:
-        """One flush and one collection for all captures inside; the garbage collector is off meanwhile."""
+        """Room is made once for all captures inside, and the garbage collector is off and frozen meanwhile.
+
+        Memory is flushed only where it is short, since that waits for the device: otherwise the warm-ups that were
+        queued before go on while the host records."""
         self._passes += 1
         if self._passes > 1:  # nested passes share the outer one
             try:
@@ -97,8 +99,7 @@ class Lane:
                 self._passes -= 1
             return
         was_enabled = gc.isenabled()
-        gc.collect()
-        self.device.flush()
+        self.device.make_room()
         gc.disable()
         gc.freeze()
         try:

@@ -26,7 +26,6 @@ from segue.graph import Call, CaptureGuard, Trace, calling
 from segue.observe.decision import Decision, Decisions, GraphRecord, Reason
 from segue.runners.store import GraphStore
 from segue.shapes.key import Phase, ShapeKey
-from segue.shapes.table import DispatchTable
 
 B = TypeVar("B")
 Progress = Callable[[ShapeKey, str], None]
@@ -82,7 +81,6 @@ class Runner(ABC, Generic[B]):
         self.backend = backend
         self.lane = backend.lane
         self.strict = strict
-        self.table = DispatchTable()
         self.store = GraphStore()
         self.guard = CaptureGuard()
         self.decisions = Decisions()
@@ -124,10 +122,12 @@ class Runner(ABC, Generic[B]):
         live = self.describe(batch)
         if self.settings.backend == "disabled":
             return Decision(None, "disabled", Reason.DISABLED, live.tokens, live.tokens)
-        key, reason = self.table.lookup((self.phase,), *live, max_padding=self.max_padding(live))
+        most = self.max_padding(live)
+        key, reason = self.store.table.lookup((self.phase,), *live, max_padding=most)
         if key is None:
-            if self.store.failed and reason in (Reason.NO_RUNG, Reason.NOT_CAPTURED):
-                reason = Reason.CAPTURE_FAILED
+            if self.store.why:
+                absent, _ = self.store.absent.lookup((self.phase,), *live, max_padding=most)
+                reason = reason if absent is None else self.store.why[absent]
             return Decision(None, "disabled", reason, live.tokens, live.tokens)
         return Decision(key, self.backend.name, None, live.tokens, key.tokens)
 
@@ -160,14 +160,16 @@ class Runner(ABC, Generic[B]):
     # -- capture -------------------------------------------------------------------------------------------------------
 
     def capture(self, keys: Sequence[ShapeKey] | None = None, progress: Progress | None = None) -> CaptureReport:
-        """Records `keys` (None: all of `keys()`), largest first.
+        """Records `keys` (None: all of `keys()`), largest first. What is recorded already stays as it is.
 
         Raises:
             CaptureNotAllowed: the guard is closed.
             CaptureError: a shape failed, and the phase is configured to raise.
+            Exception: what the forward pass itself raised, unchanged. After either, shapes recorded before are in use.
         """
-        wanted = sorted(self.keys() if keys is None else keys, key=_size, reverse=True)
-        self.guard.check(", ".join(str(key) for key in wanted[:3]))
+        asked = dict.fromkeys(self.keys() if keys is None else keys)
+        wanted = sorted((key for key in asked if key not in self.store), key=_size, reverse=True)
+        self.guard.check(", ".join(str(key) for key in list(asked)[:3]) or f"the phase {self.phase}")
         report = CaptureReport()
         start = time.perf_counter()
         if self.settings.backend != "disabled" and wanted:
@@ -176,9 +178,10 @@ class Runner(ABC, Generic[B]):
                 traces = self._warm(wanted, tell, report)
                 with self.lane.capture_pass():
                     for key in wanted:
-                        if key in traces:
+                        trace = traces.pop(key, None)
+                        if trace is not None and not self._is_ruled_out(key, report):
                             tell(key, "capture")
-                            self._record(key, traces.pop(key), report)
+                            self._record(key, trace, report)
         report.seconds = time.perf_counter() - start
         return report
 
@@ -187,6 +190,8 @@ class Runner(ABC, Generic[B]):
         largest: Trace | None = None
         with self.lane.device.on_stream(self.lane.stream):
             for key in keys:
+                if self._is_ruled_out(key, report):
+                    continue
                 tell(key, "warm-up")
                 try:
                     with calling(self.prepare(key)):
@@ -194,7 +199,10 @@ class Runner(ABC, Generic[B]):
                             self.forward(key)()
                         traces[key] = self.backend.trace(self.forward(key), like=largest)[1]
                 except torch.OutOfMemoryError as error:
-                    self._failed(key, CaptureOutOfMemory(f"{key}: out of memory in its warm-up: {error}"), report)
+                    self._failed(key, CaptureOutOfMemory(f"out of memory in the warm-up: {error}"), report)
+                    continue
+                except CaptureError as error:
+                    self._failed(key, error, report)
                     continue
                 largest = largest or traces[key]
         return traces
@@ -207,7 +215,6 @@ class Runner(ABC, Generic[B]):
             self._failed(key, error, report)
             return
         self.store.add(graph)
-        self.table.add(key)
         report.records.append(graph.record)
 
     def _failed(self, key: ShapeKey, error: CaptureError, report: CaptureReport) -> None:
@@ -216,23 +223,31 @@ class Runner(ABC, Generic[B]):
         if policy == "raise":
             raise type(error)(f"{key}: {error}", operation=error.operation, location=error.location) from error
         report.failures.append((key, error))
-        self.store.failed[key] = Reason.CAPTURE_FAILED
-        larger = [k for k in self.store if policy == "eager" or _size(k) > _size(key)]
-        for other in larger if policy in ("eager", "shrink") else []:
-            self.drop(other, Reason.CAPTURE_FAILED)
+        self.store.note_absent(key, Reason.CAPTURE_FAILED)
+        for other in self.store:
+            if self._rules_out(key, other):
+                self.drop(other, Reason.CAPTURE_FAILED)
+
+    def _is_ruled_out(self, key: ShapeKey, report: CaptureReport) -> bool:
+        """Whether an earlier failure of this capture ends `key` as well; then its calls say so."""
+        if not any(self._rules_out(failed, key) for failed, _ in report.failures):
+            return False
+        self.store.note_absent(key, Reason.CAPTURE_FAILED)
+        return True
+
+    def _rules_out(self, failed: ShapeKey, key: ShapeKey) -> bool:
+        policy = self.settings.on_failure
+        return policy == "eager" or (policy == "shrink" and _size(key) > _size(failed))
 
     def drop(self, key: ShapeKey, reason: Reason) -> None:
-        """Closes one recording; calls that it answered now run eagerly for `reason`."""
+        """Closes one recording; calls that no other one answers now run eagerly for `reason`."""
         if key in self.store:
-            self.table.remove(key)
             self.store.remove(key)
-            self.store.failed[key] = reason
+            self.store.note_absent(key, reason)
 
     def close(self) -> None:
         """Closes every recording. The lane stays open."""
         with self.lane.exclusive():
-            for key in self.store:
-                self.table.remove(key)
             self.store.close()
 
 

@@ -1,0 +1,58 @@
+"""The modes in which a break's body runs.
+
+A replay runs its bodies under the modes of whoever replays. But a forward pass may switch modes itself (`no_grad` inside
+the model, autocast around one layer), and no Python of the pass runs at replay. So a break that was met under other
+modes than its recording was started with carries them along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Autocast(NamedTuple):
+    device_type: str
+    is_enabled: bool
+    dtype: torch.dtype
+
+
+class Modes(NamedTuple):
+    """What eager PyTorch's kernels and results depend on at a call, as far as `with` blocks set it."""
+
+    is_grad_enabled: bool
+    is_inference: bool
+    autocast: tuple[Autocast, ...]
+
+
+def current_modes(device_type: str) -> Modes:
+    """The modes of this moment in this thread; autocast of `device_type` and of the CPU."""
+    autocast = tuple(
+        Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted({device_type, "cpu"})
+    )
+    return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+
+@contextmanager
+def under(modes: Modes) -> Iterator[None]:
+    """Runs a block under `modes`, and puts the present ones back."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(modes.is_inference))
+        stack.enter_context(torch.set_grad_enabled(modes.is_grad_enabled))
+        for kind, is_enabled, dtype in modes.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
+        yield
+
+
+def bound(function: Callable[..., Any], modes: Modes) -> Callable[..., Any]:
+    """`function`, always under `modes`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with under(modes):
+            return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,292 @@
+"""The command: exit statuses, one clear line for each error, and the same result on paper as in JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import segue
+from segue.cli import main
+
+pytest.importorskip("transformers")
+from llm_support import tiny_model
+
+SOURCE = str(Path(segue.__file__).parents[1])
+Run = Callable[..., "Result"]
+
+
+class Result:
+    """What a run of the command left."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    def line(self) -> str:
+        """The error, which is one line, and the only one."""
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("segue") and len(lines[0]) < 400 and "Traceback" not in self.err
+        assert self.out == ""
+        return lines[0]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> Result:
+        capsys.readouterr()
+        try:
+            status = main(list(arguments))
+        except SystemExit as end:  # argparse's way
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return call
+
+
+def in_process_of_its_own(*arguments: str, code: str = "", environment: dict[str, str] | None = None) -> Result:
+    program = f"{code}\nimport sys\nfrom segue.cli import main\nsys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_WAIT_POLICY": "passive"} | (environment or {}),
+    )  # fmt: skip
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Any) -> str:
+    """A checkpoint folder with SmolLM2's tokenizer and one random layer: starts in a second."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny-chat"
+    tiny_model(vocab_size=len(smollm2_tokenizer), num_hidden_layers=1).save_pretrained(folder)
+    smollm2_tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 100}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture
+def mamba_folder(tmp_path: Path) -> str:
+    folder = tmp_path / "mamba"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    return str(folder)
+
+
+QUICK = ("--device", "cpu", "--max-context", "128", "--chunk-size", "32", "--max-requests", "2", "--max-tokens", "8")
+
+
+# -- usage errors: status 2 --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "COMMAND"),
+        (("nonsense",), "nonsense"),
+        (("generate",), "give a PROMPT, or --prompts-file FILE"),
+        (("generate", "Hi", "--prompts-file", "x"), "one of the two"),
+        (("generate", ""), "the prompt is empty"),
+        (("generate", "  \n "), "the prompt is empty"),
+        (("generate", "Hi", "--decode", "fastest"), "'fastest'"),
+        (("generate", "Hi", "--prefill", "tc_piecewise"), "'tc_piecewise'"),
+        (("generate", "Hi", "--device", "tpu"), "'tpu'"),
+        (("generate", "Hi", "--max-tokens", "0"), "max_tokens is 0"),
+        (("generate", "Hi", "--max-tokens", "many"), "'many'"),
+        (("generate", "Hi", "--temperature", "-1"), "temperature is -1"),
+        (("generate", "Hi", "--temperature", "nan"), "temperature is nan"),
+        (("generate", "Hi", "--top-p", "0"), "top_p is 0"),
+        (("generate", "Hi", "--stop", ""), "stop"),
+        (("generate", "Hi", "--max-context", "0"), "--max-context is 0"),
+        (("generate", "Hi", "--chunk-size", "0"), "--chunk-size is 0"),
+        (("generate", "Hi", "--prompts-file"), "--prompts-file"),
+        (("generate", "--prompts-file", "/nowhere/prompts.txt"), "/nowhere/prompts.txt cannot be read"),
+        (("generate", "Hi", "--json", "/nowhere/out.json"), "/nowhere does not exist"),
+        (("generate", "Hi", "--json", "/"), "is a folder"),
+        (("doctor", "--json", "/nowhere/out.json"), "/nowhere does not exist"),
+        (("doctor", "extra"), "extra"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert message in result.line() and result.status == 2
+
+
+def test_an_empty_prompts_file_is_bad_usage(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n  \n")
+    result = run("generate", "--prompts-file", str(file))
+    assert "the prompt is empty" in result.line() and result.status == 2
+    file.write_bytes(b"\xff\xfe\x00")
+    result = run("generate", "--prompts-file", str(file))
+    assert "cannot be read" in result.line() and result.status == 2
+
+
+def test_a_prompt_beyond_the_context_is_bad_usage(run: Run, tiny_chat: str) -> None:
+    result = run("generate", "word " * 300, "--model", tiny_chat, *QUICK)
+    assert re.search(r"the prompt has \d+ tokens, and the context holds 128", result.line()) and result.status == 2
+
+
+@pytest.mark.parametrize("options", [(), ("--raw",)])
+def test_one_prompt_of_a_file_beyond_the_context_is_bad_usage(
+    tiny_chat: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """In a process of its own, where a warning of the tokenizer's, whose limit it exceeds as well, would be seen."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("short\n" + "word " * 300 + "\n")
+    result = in_process_of_its_own("generate", "--prompts-file", str(file), "--model", tiny_chat, *QUICK, *options)
+    assert "the prompt has" in result.line() and result.status == 2
+
+
+# -- failures: status 1 ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_checkpoint_is_a_failure(run: Run, tmp_path: Path) -> None:
+    result = run("generate", "Hi", "--model", str(tmp_path))
+    assert "is not a checkpoint folder: it has no config.json" in result.line() and result.status == 1
+    result = run("generate", "Hi", "--model", str(tmp_path / "missing"))
+    assert "there is no checkpoint folder" in result.line() and result.status == 1
+
+
+def test_an_unsupported_architecture_is_a_failure(run: Run, mamba_folder: str) -> None:
+    result = run("generate", "Hi", "--model", mamba_folder)
+    assert "MambaForCausalLM cannot run under Segue" in result.line() and result.status == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_gpu_is_a_failure(run: Run, tiny_chat: str) -> None:
+    result = run("generate", "Hi", "--model", tiny_chat, "--device", "cuda")
+    assert "CUDA" in result.line() and result.status == 1
+
+
+def test_debug_shows_the_traceback_and_the_line(run: Run, tmp_path: Path) -> None:
+    result = run("generate", "Hi", "--model", str(tmp_path), "--debug")
+    assert result.status == 1 and "Traceback (most recent call last)" in result.err and "load.py" in result.err
+    assert result.err.splitlines()[-1].startswith("segue: ") and "no config.json" in result.err.splitlines()[-1]
+
+
+def test_without_transformers_the_extra_is_named() -> None:
+    hidden = "import sys\nfor name in ('transformers', 'safetensors'): sys.modules[name] = None"
+    for arguments in (("generate", "Hi"), ("generate", "Hi", "--model", "/tmp")):
+        result = in_process_of_its_own(*arguments, code=hidden)
+        assert 'pip install "segue[llm]"' in result.line() and result.status == 1
+    result = in_process_of_its_own("doctor", code=hidden)
+    assert result.status == 0 and 'pip install "segue[llm]"' in result.out and result.err == ""
+
+
+def test_a_result_file_that_fails_at_the_end_leaves_nothing_half_written(run: Run, tiny_chat: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    file.write_text("old")
+    result = run("generate", "x " * 200, "--model", tiny_chat, "--json", str(file), *QUICK)
+    assert result.status == 2 and file.read_text() == "old" and [f.name for f in tmp_path.iterdir()] == ["out.json"]
+
+
+# -- what works --------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_the_subcommands_and_each_has_its_own(run: Run) -> None:
+    result = run("--help")
+    assert result.status == 0 and "generate" in result.out and "doctor" in result.out and result.err == ""
+    for command, option in (("generate", "--prompts-file"), ("doctor", "--json")):
+        result = run(command, "--help")
+        assert result.status == 0 and option in result.out and result.err == ""
+
+
+def test_help_does_not_wait_for_transformers() -> None:
+    code = "import sys, atexit\natexit.register(lambda: print('transformers' in sys.modules))"
+    result = in_process_of_its_own("generate", "--help", code=code)
+    assert result.status == 0 and result.out.splitlines()[-1] == "False"
+
+
+def test_text_that_the_terminal_cannot_show_is_no_error(tiny_chat: str) -> None:
+    result = in_process_of_its_own(
+        "generate", "Hi", "--model", tiny_chat, *QUICK, "--max-tokens", "60", environment={"PYTHONIOENCODING": "ascii"}
+    )
+    assert result.status == 0 and "?" in result.out and result.out.isascii()
+
+
+def test_json_holds_what_was_printed(run: Run, tiny_chat: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    result = run("generate", "Hello", "--model", tiny_chat, "--json", str(file), "--stats", *QUICK)
+    assert result.status == 0 and "ready after" in result.err and "Traceback" not in result.err
+    written = json.loads(file.read_text())
+    (output,) = written["outputs"]
+    assert output["prompt"] == "Hello" and output["finish_reason"] == "length" and len(output["token_ids"]) == 8
+    text, _, table = result.out.partition("\n\nphase ")
+    assert text == output["text"]
+    assert written["startup_s"] > 0 and written["stats"]["phases"]["decode"]["replays"] == 7
+    assert re.search(r"^decode +full +all +2 +7 +0 ", table, re.MULTILINE)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["out.json"]
+
+
+def test_a_prompts_file_is_one_batch(run: Run, tiny_chat: str, tmp_path: Path) -> None:
+    prompts, file, out = ["Grüße aus Köln", "Second"], tmp_path / "prompts.txt", tmp_path / "out.json"
+    file.write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
+    result = run("generate", "--prompts-file", str(file), "--model", tiny_chat, "--json", str(out), *QUICK)
+    assert result.status == 0
+    outputs = json.loads(out.read_text())["outputs"]
+    assert [output["prompt"] for output in outputs] == prompts
+    assert result.out == "".join(f"> {output['prompt']}\n{output['text']}\n\n" for output in outputs)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        alone = run("generate", prompt, "--model", tiny_chat, *QUICK)
+        assert alone.out == output["text"] + "\n"
+
+
+def test_a_seed_makes_sampling_repeatable(run: Run, tiny_chat: str) -> None:
+    def sampled(*options: str) -> str:
+        return run("generate", "Hi", "--model", tiny_chat, *QUICK, "--temperature", "1", *options).out
+
+    first = sampled("--seed", "7", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.001")
+    assert first == sampled("--seed", "7", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.001", "--decode", "disabled")
+    assert len({sampled("--seed", "8"), sampled("--seed", "9"), sampled(), sampled()}) == 4
+
+
+def test_raw_leaves_the_template_out_and_stop_ends_the_text(run: Run, tiny_chat: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    chat = run("generate", "Hi", "--model", tiny_chat, *QUICK).out
+    raw = run("generate", "Hi", "--model", tiny_chat, "--raw", "--json", str(file), *QUICK).out
+    assert raw != chat and len(json.loads(file.read_text())["outputs"][0]["prompt_ids"]) == 1
+    stop = raw[5:8]
+    assert run("generate", "Hi", "--model", tiny_chat, "--raw", "--stop", stop, *QUICK).out == raw[: raw.index(stop)] + "\n"
+
+
+def test_the_doctor_says_what_works(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    result = run("doctor", "--json", str(file))
+    assert result.status == 0 and result.err == ""
+    findings = {finding["what"]: finding for finding in json.loads(file.read_text())}
+    assert findings["record and replay on cpu"]["state"] == "ok" and findings["extra llm"]["state"] == "ok"
+    assert findings["python"]["detail"] == sys.version.split()[0]
+    for finding in findings.values():
+        assert finding["what"] in result.out and finding["state"] in ("ok", "missing")
+        assert finding["state"] == "ok" or finding["remedy"]
+
+
+def test_json_may_go_to_a_device_that_stays_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    pipe.symlink_to("/dev/stdout")
+    result = in_process_of_its_own("doctor", "--json", str(pipe))
+    assert result.status == 0 and pipe.is_symlink()
+    assert json.loads(result.out[result.out.index("\n[") :])[0]["what"] == "python"
+
+
+def test_the_demo_names_paris_and_every_step_is_a_replay(smollm2_folder: Path, tmp_path: Path) -> None:
+    """The command of `make demo`, with a file beside it, in a process of its own."""
+    file = tmp_path / "demo.json"
+    result = in_process_of_its_own("generate", "What is the capital of France?", "--stats", "--json", str(file))
+    assert result.status == 0, result.err
+    text, _, table = result.out.partition("\n\nphase ")
+    assert "Paris" in text and "Traceback" not in result.err
+    written = json.loads(file.read_text())
+    assert written["outputs"][0]["text"] == text and written["outputs"][0]["finish_reason"] == "stop"
+    for name, phase in written["stats"]["phases"].items():
+        assert phase["eager"] == {} and phase["replays"] == written["stats"]["steps"][name] > 0
+        assert re.search(rf"^{name} +{phase['backend']} +all +{phase['captures']} +{phase['replays']} +0 ", table, re.M)
