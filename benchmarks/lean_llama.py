@@ -40,9 +40,7 @@ class Shape:
 LLAMA_8B = Shape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=128256, dtype=torch.bfloat16
 )
-TINY = Shape(
-    layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocabulary=256, dtype=torch.float32
-)
+TINY = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocabulary=256, dtype=torch.float32)
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,6 @@ class SegueBuild:
             with lane.device.on_stream(lane.stream):
                 for tokens in largest_first:
                     traces[tokens] = backend.trace(forwards[tokens], like=traces.get(largest_first[0]))[1]
-            synchronize(self._plan.device)
             warmed = time.perf_counter()
             with lane.capture_pass():
                 flushed = time.perf_counter()
@@ -178,7 +177,6 @@ class PeerBuild:
                 for tokens in self._plan.rungs[::-1]:
                     self._forward(tokens)
             torch.cuda.current_stream().wait_stream(stream)
-            synchronize(self._plan.device)
             warmed = time.perf_counter()
             pool = None
             for tokens in self._plan.rungs[::-1]:

@@ -115,7 +115,8 @@ def run_arm(arm: str, plan: Plan, wheel: Path, is_profiled: bool) -> dict[str, A
 
 def run_replay(plan: Plan) -> dict[str, Any]:
     model = prepare(plan)
-    builds: dict[str, Build] = {arm: make_build(arm, model, plan, WHEEL) for arm in SEGUE_ARMS}
+    arms = [*SEGUE_ARMS, *(["peer"] if plan.device.type == "cuda" else [])]
+    builds: dict[str, Build] = {arm: make_build(arm, model, plan, WHEEL) for arm in arms}
     for build in builds.values():
         build.build()
     progress("replay: both recordings built")

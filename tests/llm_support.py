@@ -24,12 +24,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Grouped heads; biases; a window in all layers; a cap and a window in every other layer; experts; sinks and experts."""
 
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {}, "Phi3": {}, "Olmo2": {}, "Granite": {}, "SmolLM3": {}, "Ernie4_5": {}, "Starcoder2": {},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "Cohere2": {"sliding_window": 19},
+    "Gemma3Text": {"sliding_window": 19},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Qwen2Moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": None,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        "head_dim": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+        "v_head_dim": 6, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+    },
+}  # fmt: skip
+
 
 def tiny_model(family: str = "Llama", **changes: Any) -> Any:
     """The same weights at every call with the same arguments."""
     import transformers
 
-    settings = {k: v for k, v in (SIZES | FAMILIES[family] | changes).items() if k != "head_dim" or v is not None}
+    settings = {
+        k: v for k, v in (SIZES | (FAMILIES | MORE_FAMILIES)[family] | changes).items() if k != "head_dim" or v is not None
+    }
     config = getattr(transformers, f"{family}Config")(**settings)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -184,16 +184,24 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def capture_progress(stream: torch.cuda.Stream) -> tuple[str, int]:
-    """``none``, ``active`` or ``invalidated``, and the number of nodes recorded so far (`cuStreamGetCaptureInfo_v2`,
-    `cuGraphGetNodes` with no buffer). Asking before the end spares keeping the graph beside its executable."""
-    driver = _driver()
-    status, identity, graph = ctypes.c_int(0), ctypes.c_uint64(0), ctypes.c_void_p(0)
-    dependencies, count = ctypes.c_void_p(0), ctypes.c_size_t(0)
-    handle = ctypes.c_void_p(stream.cuda_stream)
-    out = (ctypes.byref(x) for x in (status, identity, graph, dependencies, count))
-    if driver.cuStreamGetCaptureInfo_v2(handle, *out):
-        return "invalidated", 0
-    if status.value == 1:
-        driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
-    return ("none", "active", "invalidated")[status.value], count.value
+class CaptureProbe:
+    """Asks the driver how far the capture of one stream is (`cuStreamGetCaptureInfo_v2`, `cuGraphGetNodes` with no
+    buffer). Asking before the end spares keeping the graph beside its executable."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        driver = _driver()
+        self._info, self._nodes = driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes
+        self._status, identity, self._graph = ctypes.c_int(0), ctypes.c_uint64(0), ctypes.c_void_p(0)
+        dependencies, self._count = ctypes.c_void_p(0), ctypes.c_size_t(0)
+        self._cells = (identity, dependencies)  # the driver writes there: they must live as long as the references
+        outs = (self._status, identity, self._graph, dependencies, self._count)
+        self._arguments = (ctypes.c_void_p(stream.cuda_stream), *map(ctypes.byref, outs))
+
+    def ask(self) -> tuple[str, int]:
+        """``none``, ``active`` or ``invalidated``, and the number of nodes recorded so far."""
+        self._count.value = 0
+        if self._info(*self._arguments):
+            return "invalidated", 0
+        if self._status.value == 1:
+            self._nodes(self._graph, None, self._arguments[-1])
+        return ("none", "active", "invalidated")[self._status.value], self._count.value

@@ -23,7 +23,7 @@ from segue.llm.runners import BatchRunner
 from segue.shapes.key import ShapeKey
 
 pytest.importorskip("transformers")
-from llm_support import FAMILIES, VOCABULARY, assert_same_text, greedy, prompt_of, tiny_model
+from llm_support import FAMILIES, MORE_FAMILIES, VOCABULARY, assert_same_text, greedy, prompt_of, tiny_model
 
 SPARE = VOCABULARY - 1  # a token whose embedding is NaN
 NUM_PAGES = 40
@@ -162,7 +162,7 @@ def lengths() -> Sequence[int]:
     return (1, 2, 15, 16, 17, 18, 20, 22, 33, 47, 48, 49, 97, 240)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE_FAMILIES)])
 def test_each_family_writes_the_text_of_transformers(family: str) -> None:
     reference = tiny_model(family)
     prompts = [prompt_of(length) for length in lengths()]

@@ -46,9 +46,7 @@ def test_two_processes_both_see_a_complete_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interrupted_conversion_leaves_nothing_and_the_next_works(
-    tmp_path: Path, error: type[BaseException]
-) -> None:
+def test_an_interrupted_conversion_leaves_nothing_and_the_next_works(tmp_path: Path, error: type[BaseException]) -> None:
     def fail(folder: Path) -> None:
         (folder / "half").write_text("")
         raise error
@@ -74,9 +72,7 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     assert cache_folder() == Path.home() / ".cache" / "segue"
 
 
-def test_the_hub_cache_is_used_first_and_hub_ids_load_from_it(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_the_hub_cache_is_used_first_and_hub_ids_load_from_it(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
     """In another process, because huggingface_hub reads where its cache is when it is imported."""
     repo = tmp_path / "hub" / f"models--{checkpoints.DEFAULT_MODEL_ID.replace('/', '--')}"
     snapshot = repo / "snapshots" / ("0" * 40)
@@ -154,9 +150,7 @@ def write_gguf(file: Path, model: Any) -> None:
 
 
 @pytest.fixture
-def gguf_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
-) -> tuple[Path, Any]:
+def gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]) -> tuple[Path, Any]:
     from transformers import AutoModelForCausalLM
 
     pytest.importorskip("gguf")

@@ -44,9 +44,7 @@ def refusal(source: Any, **settings: Any) -> str:
 def logits(model: Any, ids: list[int]) -> torch.Tensor:
     every = torch.arange(len(ids))
     with torch.inference_mode():
-        return model(
-            input_ids=torch.tensor([ids]), position_ids=every[None], use_cache=False, logits_to_keep=every
-        ).logits
+        return model(input_ids=torch.tensor([ids]), position_ids=every[None], use_cache=False, logits_to_keep=every).logits
 
 
 def test_a_folder_gives_the_facts_and_the_logits_of_transformers(tiny_checkpoint: Checkpoint) -> None:

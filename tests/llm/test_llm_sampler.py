@@ -84,9 +84,7 @@ def test_the_processors_are_those_of_transformers(states: list[State], seed: int
     got = processed_logits(logits, prepare(states, 31, "cpu"))
     for row, state in enumerate(states):
         expected = by_transformers(logits[row], state)
-        assert torch.equal(got[row].isneginf(), expected.isneginf()) or (
-            has_ties and _same_by_value(got[row], expected)
-        )
+        assert torch.equal(got[row].isneginf(), expected.isneginf()) or (has_ties and _same_by_value(got[row], expected))
         if not has_ties:
             torch.testing.assert_close(got[row].softmax(-1), expected.softmax(-1), rtol=0, atol=1e-6)
 

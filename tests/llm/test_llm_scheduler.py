@@ -84,9 +84,7 @@ def loads(draw: st.DrawFn) -> Load:
         )
         requests.append(Request(str(index), [2 + (index * 7 + place) % 30 for place in range(length)], params))
         arrivals.append(draw(st.integers(0, 60)))
-    aborts = draw(
-        st.dictionaries(st.integers(0, 80), st.lists(st.integers(0, len(requests) - 1), max_size=2), max_size=4)
-    )
+    aborts = draw(st.dictionaries(st.integers(0, 80), st.lists(st.integers(0, len(requests) - 1), max_size=2), max_size=4))
     return Load(
         requests, arrivals, aborts, num_pages, draw(st.integers(1, 6)), draw(st.sampled_from([1, 7, 16, 64, 256])),
         draw(st.integers(1, 6)), max_context,

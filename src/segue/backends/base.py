@@ -43,7 +43,7 @@ class Backend(ABC):
 
     @abstractmethod
     def trace(self, forward: Forward, like: Trace | None = None) -> tuple[Any, Trace]:
-        """Runs `forward` once on the current stream and returns its result and the trace."""
+        """Runs `forward` once and returns its result and the trace; ordered with the current stream's work."""
 
     @abstractmethod
     def record(self, key: ShapeKey, forward: Forward, trace: Trace) -> Replayable:
@@ -66,14 +66,15 @@ class RecordingBackend(Backend):
     """What `full` and `breakable` share: the recorder, told whether to break."""
 
     def trace(self, forward: Forward, like: Trace | None = None) -> tuple[Any, Trace]:
+        """On the lane's stream, whose library workspaces the capture then finds made."""
         device = self.lane.device
-        if like is None or device.traces_shapes:
+        with device.on_stream(self.lane.stream):
+            if like is not None and not device.traces_shapes:
+                output, trace = traced(forward, device, is_full=False, segmented=self.is_segmented)
+                if trace.has_same_breaks(like):
+                    trace.share(like)
+                    return output, trace
             return traced(forward, device, is_full=True, segmented=self.is_segmented)
-        output, trace = traced(forward, device, is_full=False, segmented=self.is_segmented)
-        if not trace.has_same_breaks(like):
-            return traced(forward, device, is_full=True, segmented=self.is_segmented)
-        trace.share(like)
-        return output, trace
 
     def record(self, key: ShapeKey, forward: Forward, trace: Trace) -> GraphReplay:
         lane = self.lane

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from segue._compat import capture_progress, pool_snapshot, stop_routing_to_pool, without_modes
+from segue._compat import CaptureProbe, pool_snapshot, stop_routing_to_pool, without_modes
 from segue.device.base import Device, DeviceGraph, Observer, PoolState, ShapeMemo
 from segue.device.operations import Operation
 from segue.device.watch import OperationMode, error_line
@@ -158,6 +158,7 @@ class CudaCapture:
         self._is_watched = is_watched
         self._pool = pool
         self._stream = stream
+        self._probe = CaptureProbe(stream)
         self._open: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
@@ -170,7 +171,7 @@ class CudaCapture:
     def end(self) -> DeviceGraph | None:
         graph = self._open
         assert graph is not None, "end() without begin()"
-        status, nodes = capture_progress(self._stream)
+        status, nodes = self._probe.ask()
         if status == "invalidated":
             error = CaptureError("the capture was invalidated by an operation that a CUDA graph cannot hold")
             self.abort()
@@ -188,7 +189,7 @@ class CudaCapture:
         graph, self._open = self._open, None
         if graph is None:
             return
-        status, _ = capture_progress(self._stream)
+        status, _ = self._probe.ask()
         try:
             _end_quietly(graph)
         except RuntimeError:
@@ -210,7 +211,7 @@ class CudaCapture:
             return CaptureOutOfMemory(f"the device ran out of memory while recording{where}: {error}", location=location)
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         was_refused = isinstance(error, RuntimeError) and any(words in text for words in _REFUSALS)
-        if not was_refused and (self._open is None or capture_progress(self._stream)[0] != "invalidated"):
+        if not was_refused and (self._open is None or self._probe.ask()[0] != "invalidated"):
             return None
         return HostReadError(
             f"{text}{where}: a recording cannot wait for the device or read its data on the host. Keep the value on the "

@@ -293,7 +293,7 @@ def _leaf_delivery(name: str, note: Leaf, target: Any, *, is_shared: bool) -> Ca
 
 
 def _deliver_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
-    shape, dtype, device, copy = bridge.shape, bridge.dtype, bridge.device, _copier(bridge)
+    shape, dtype, device, copy = bridge.shape, bridge.dtype, bridge.device, bridge.copy_
     is_grad_enabled = torch.is_grad_enabled
 
     def deliver(output: Any) -> None:
@@ -308,15 +308,6 @@ def _deliver_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
             copy(output)
 
     return deliver
-
-
-def _copier(bridge: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Copies into `bridge`. On CUDA by a kernel: `copy_` between equal layouts is a job for the copy engine, and handing
-    over to it and back takes longer than the copy."""
-    if bridge.device.type != "cuda":
-        return bridge.copy_
-    targets, copy = [bridge], torch._foreach_copy_
-    return lambda source: copy(targets, [source])
 
 
 def _check_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:

@@ -32,7 +32,7 @@ def current_modes(device_type: str) -> Modes:
     """The modes of this moment in this thread; autocast of `device_type` and of the CPU."""
     autocast = tuple(
         Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in sorted({device_type, "cpu"})
+        for kind in (("cpu",) if device_type == "cpu" else ("cpu", device_type))
     )
     return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 

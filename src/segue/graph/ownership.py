@@ -50,17 +50,13 @@ class Ownership:
 
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory is a block of the pool allocated since this object was made."""
-        if tensor.device.type != self._device.kind or tensor.numel() == 0:
-            return False
-        handle = storage_handle(tensor)
-        if handle in self.owned:
-            return False
         address = data_address(tensor)
-        if address not in self._segments:
-            self._segments = _Ranges(self._pool.state().segments)
-            if address not in self._segments:
-                return False
-        return address not in self._foreign
+        if address in self._segments:
+            return address not in self._foreign
+        if tensor.device.type != self._device.kind or storage_handle(tensor) in self.owned:
+            return False
+        self._segments = _Ranges(self._pool.state().segments)
+        return address in self._segments and address not in self._foreign
 
     def escaped(self) -> dict[int, int]:
         """Blocks (address -> bytes) allocated since begin that are still alive."""
@@ -85,8 +81,8 @@ class _Ranges:
         self._ends = [a + n for a, n in ordered]
 
     def __contains__(self, address: int) -> bool:
-        at = bisect.bisect_right(self._starts, address) - 1
-        return at >= 0 and address < self._ends[at]
+        at = bisect.bisect_right(self._starts, address)
+        return at > 0 and address < self._ends[at - 1]
 
 
 def escape_error(blocks: dict[int, int], made_at: dict[int, str]) -> EscapedTensorError:

@@ -285,8 +285,9 @@ def expect_break(trace: Trace, index: int, mark: Mark, arguments: Spec) -> Break
     note = trace.breaks[index] if index < len(trace.breaks) else None
     if note is not None and note.mark is mark and note.arguments == arguments:
         if note.changed is not None:
+            name = _argument_names(note)[note.changed]
             raise CaptureError(
-                f"break {mark.name} changed the container that it was given as {_argument_names(note)[note.changed]}: a recording cannot repeat "
+                f"break {mark.name} changed the container that it was given as {name}: a recording cannot repeat "
                 "that for the code that follows. Return the new value, or change a copy.",
                 operation=mark.name,
                 location=describe_line(note.location),

@@ -61,7 +61,7 @@ class Spec:
 LEAF = Spec(None)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _flat_spec(kind: type, length: int) -> Spec:
     """The structure of most arguments, made once."""
     return Spec(kind, length, (LEAF,) * length)
@@ -80,17 +80,16 @@ def _flatten(value: Any, leaves: list[Any]) -> Spec:
         return LEAF
     if kind is tuple or kind is list:
         children = tuple([_flatten(v, leaves) for v in value])
-        if all([child is LEAF for child in children]):
-            return _flat_spec(kind, len(children))
-        return Spec(kind, len(children), children)
+        is_flat = all([child is LEAF for child in children])
+        return _flat_spec(kind, len(children)) if is_flat else Spec(kind, len(children), children)
     if kind is dict:
         return Spec(kind, tuple(value), tuple([_flatten(v, leaves) for v in value.values()]))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return Spec(kind, kind._fields, tuple([_flatten(v, leaves) for v in value]))
     node = pytree_node(kind)
     if node is not None:
-        children, context = node[0](value)
-        return Spec(kind, context, tuple([_flatten(v, leaves) for v in children]))
+        items, context = node[0](value)
+        return Spec(kind, context, tuple([_flatten(v, leaves) for v in items]))
     if dataclasses.is_dataclass(kind):
         names = tuple(field.name for field in dataclasses.fields(kind))
         return Spec(kind, names, tuple([_flatten(getattr(value, n), leaves) for n in names]))

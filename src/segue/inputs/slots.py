@@ -69,9 +69,7 @@ class Slot:
 class StaticInputs:
     """Owns one buffer a slot, allocated once; addresses never change while this object lives."""
 
-    def __init__(
-        self, slots: Iterable[Slot], device: torch.device | str, max_tokens: int, max_requests: int
-    ) -> None:
+    def __init__(self, slots: Iterable[Slot], device: torch.device | str, max_tokens: int, max_requests: int) -> None:
         self.slots: dict[str, Slot] = {}
         for slot in slots:
             if slot.name in self.slots:

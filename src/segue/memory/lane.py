@@ -5,8 +5,8 @@ lane enforces the premise: its lock serialises capture and replay across threads
 lane is an error, and work on another stream than the last replay's is ordered behind it. In the steady state, one
 stream, ordering costs one comparison.
 
-`capture_pass` is what building many recordings has in common: room is made once, and the collector is frozen. A pool that a failed capture retired is kept for the graphs that
-live in it, and the next capture opens another.
+`capture_pass` is what building many recordings has in common: room is made once, and the collector is frozen. A pool
+that a failed capture retired is kept for the graphs that live in it, and the next capture opens another.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal[
-    "prefill", "decode", "target_verify", "draft_prefill", "draft_decode", "draft_extend", "denoise", "call"
-]
+Phase = Literal["prefill", "decode", "target_verify", "draft_prefill", "draft_decode", "draft_extend", "denoise", "call"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ CPU_PREFILL_FACTOR = 4
 
 def sglang_decode(maximum: int) -> tuple[int, ...]:
     """SGLang's decode rungs: 1, 2, 4, 8, 12, 16..256 by 8, 272..<512 by 16, then by 32 (36 rungs at 256)."""
-    return _up_to(
-        maximum, (1, 2, 4, 8, 12), range(16, 257, 8), range(272, 512, 16), range(512, maximum + 1, 32)
-    )
+    return _up_to(maximum, (1, 2, 4, 8, 12), range(16, 257, 8), range(272, 512, 16), range(512, maximum + 1, 32))
 
 
 def vllm_decode(maximum: int) -> tuple[int, ...]:

@@ -7,16 +7,20 @@ rows as the key's context allows, and takes those beyond a request's length from
 
 from __future__ import annotations
 
-from typing import ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from segue.config import GraphSupport
 from segue.llm.attention.base import Attention, LayerSpec, Plan, StaticPlan
 from segue.llm.batch import ForwardBatch
 from segue.llm.kv_cache import PagedKVCache
 from segue.shapes.key import ShapeKey
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class TorchSdpaAttention(Attention):
@@ -133,7 +137,8 @@ def attend(
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     if spec.softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scaling)
+        with _repeatable_kernels(q.device):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scaling)
     scores = (q @ k.transpose(-1, -2)).float() * spec.scaling
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
@@ -145,6 +150,12 @@ def attend(
     else:
         weights = torch.softmax(scores, dim=-1)
     return weights.to(v.dtype) @ v
+
+
+def _repeatable_kernels(device: torch.device) -> AbstractContextManager[Any]:
+    """All of torch's kernels but cuDNN's, which gave other bits from call to call for masked decode batches (torch 2.11,
+    H200: batch 8, 32 heads of 128)."""
+    return sdpa_kernel(_KERNELS) if device.type == "cuda" else nullcontext()
 
 
 def _slots_of(table: torch.Tensor, length: int, page_size: int) -> torch.Tensor:

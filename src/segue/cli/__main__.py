@@ -1,4 +1,4 @@
-"""`python -m segue`: the `segue` command."""
+"""`python -m segue.cli`: the `segue` command."""
 
 import sys
 
