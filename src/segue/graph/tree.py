@@ -10,7 +10,6 @@ A `Spec` compares and hashes by structure: container types, dict keys in order, 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,10 +60,15 @@ class Spec:
 LEAF = Spec(None)
 
 
-@functools.cache
+_flat_specs: dict[tuple[type, int], Spec] = {}
+
+
 def _flat_spec(kind: type, length: int) -> Spec:
     """The structure of most arguments, made once."""
-    return Spec(kind, length, (LEAF,) * length)
+    found = _flat_specs.get((kind, length))
+    if found is None:
+        found = _flat_specs[kind, length] = Spec(kind, length, (LEAF,) * length)
+    return found
 
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
