@@ -29,7 +29,7 @@ from lean_llama import LeanLlama, Shape, attention, plain_attention
 from segue._compat import pool_snapshot, tensor_at
 from segue.backends import make_backend
 from segue.backends.base import Forward, GraphReplay
-from segue.device import get_device
+from segue.device import DeviceGraph, get_device
 from segue.graph import Trace
 from segue.memory.lane import Lane
 from segue.shapes.key import ShapeKey
@@ -52,12 +52,11 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSeconds:
-    """Wall time of a build. `instantiate` None: not known apart from `capture`, which then includes it. `flush` is the one
-    wait, collection and emptying of the cache before captures; what is left of `total` is bookkeeping."""
+    """Wall time of a build. `warmup` and `capture` are the host's; what is left of `total` is the wait for the device.
+    `instantiate` None: not known apart from `capture`, which then includes it."""
 
     total: float
     warmup: float
-    flush: float | None = None
     capture: float | None = None
     instantiate: float | None = None
 
@@ -101,32 +100,33 @@ class SegueBuild:
         backend = make_backend(self._backend, lane)
         largest_first = self._plan.rungs[::-1]
         forwards: dict[int, Forward] = {n: partial(self._model.forward, n, attention) for n in largest_first}
-        traces: dict[int, Trace] = {}
-        with torch.inference_mode(), lane.exclusive():
-            with lane.device.on_stream(lane.stream):
-                for tokens in largest_first:
-                    traces[tokens] = backend.trace(forwards[tokens], like=traces.get(largest_first[0]))[1]
-            warmed = time.perf_counter()
-            with lane.capture_pass():
-                flushed = time.perf_counter()
-                for tokens in largest_first:
-                    recorded = backend.record(ShapeKey("prefill", tokens), forwards[tokens], traces[tokens])
-                    assert isinstance(recorded, GraphReplay)
-                    self._recorded[tokens] = recorded
+        largest: Trace | None = None
+        warmup = 0.0
+        with torch.inference_mode(), lane.exclusive(), lane.capture_pass():
+            for tokens in largest_first:
+                begun = time.perf_counter()
+                _, trace = backend.trace(forwards[tokens], like=largest)
+                warmup += time.perf_counter() - begun
+                largest = largest or trace
+                recorded = backend.record(ShapeKey("prefill", tokens), forwards[tokens], trace)
+                assert isinstance(recorded, GraphReplay)
+                self._recorded[tokens] = recorded
             synchronize(self._plan.device)
         end = time.perf_counter()
         records = [r.record for r in self._recorded.values()]
         instantiate = sum(r.instantiate_s for r in records)
         return BuildSeconds(
             total=end - start,
-            warmup=warmed - start,
-            flush=flushed - warmed,
+            warmup=warmup,
             capture=sum(r.capture_s for r in records) - instantiate,
             instantiate=instantiate,
         )
 
     def replayable(self, tokens: int) -> Callable[[], torch.Tensor]:
         return self._recorded[tokens].replay
+
+    def segments_of(self, tokens: int) -> list[DeviceGraph]:
+        return self._recorded[tokens].recording.segments
 
     def held(self) -> AbstractContextManager[Any]:
         return self.lane.exclusive()
@@ -257,6 +257,24 @@ class EagerBuild:
 
     def close(self) -> None:
         return None
+
+
+class SegmentsAlone(EagerBuild):
+    """No arm to build: the segments of a breakable recording submitted with nothing in between. What a replay of breaks
+    cannot undercut, however little the breaks do."""
+
+    def __init__(self, model: LeanLlama, plan: Plan, recorded: SegueBuild) -> None:
+        super().__init__(model, plan)
+        self._recorded = recorded
+
+    def replayable(self, tokens: int) -> Callable[[], Any]:
+        submissions = [segment.replay for segment in self._recorded.segments_of(tokens)]
+
+        def submit() -> None:
+            for submission in submissions:
+                submission()
+
+        return submit
 
 
 def import_peer(wheel: Path | None) -> Any:

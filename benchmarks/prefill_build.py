@@ -33,7 +33,7 @@ import lean_llama
 import torch
 from common import churn, describe_machine, progress, read_memory, synchronize
 from lean_llama import LLAMA_8B, TINY, LeanLlama, plain_attention
-from prefill_arms import Build, EagerBuild, PeerBuild, Plan, SegueBuild, all_held, poison
+from prefill_arms import Build, EagerBuild, PeerBuild, Plan, SegmentsAlone, SegueBuild, all_held, poison
 from prefill_report import acceptance, render
 
 from segue.shapes import sglang_prefill
@@ -74,6 +74,7 @@ def prepare(plan: Plan) -> LeanLlama:
         torch.set_num_threads(min(2, torch.get_num_threads()))
     else:
         torch.cuda.set_device(plan.device)
+        torch.cuda.Stream(plan.device)  # torch makes all its streams with the first: 73 MB of driver memory, no arm's own
         torch.backends.cuda.enable_cudnn_sdp(False)  # flash: cuDNN would plan each shape on its first call, for every arm
     with torch.inference_mode():
         model = LeanLlama(plan.shape, plan.device, plan.rungs[-1])
@@ -123,6 +124,9 @@ def run_replay(plan: Plan) -> dict[str, Any]:
     result: dict[str, Any] = {"check": check(model, plan, builds)}
     progress("replay: compared with eager")
     builds["eager"] = make_build("eager", model, plan, WHEEL)
+    breakable = builds["segue-breakable"]
+    assert isinstance(breakable, SegueBuild)
+    builds["segments-alone"] = SegmentsAlone(model, plan, breakable)
     gc.collect()
     gc.disable()
     with torch.inference_mode(), all_held(builds):

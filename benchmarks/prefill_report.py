@@ -48,7 +48,6 @@ def _seconds(name: str, of: str = "seconds") -> Callable[[dict[str, Any]], Any]:
 _ROWS: tuple[tuple[str, Callable[[dict[str, Any]], Any], float, str], ...] = (
     ("build", _seconds("total"), 1, "s"),
     ("  warm-up", _seconds("warmup"), 1, "s"),
-    ("  flush", _seconds("flush"), 1, "s"),
     ("  capture", _seconds("capture"), 1, "s"),
     ("  instantiate", _seconds("instantiate"), 1, "s"),
     ("built again", _seconds("total", "rebuild_seconds"), 1, "s"),

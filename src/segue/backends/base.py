@@ -3,8 +3,8 @@
 A backend knows a lane, a key and a function of no arguments; it knows no runner, no phase, no engine. The function
 reads its inputs from static memory that its runner prepared, and returns the outputs.
 
-Recording takes two calls, so that a pass can warm every rung first, flush once, and capture all: `trace` runs the
-function once, watched, and answers with its result; `record` captures it and executes nothing. `like` is the trace of a
+Recording takes two calls: `trace` runs the function once, watched, and answers with its result; `record` captures it and
+executes nothing. `like` is the trace of a
 larger rung of the same function: the new rung is then traced lightly and shares what the other found.
 """
 
@@ -40,6 +40,11 @@ class Backend(ABC):
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+
+    def warm(self, forward: Forward) -> None:
+        """Runs `forward` once, unwatched, where its trace will run."""
+        with self.lane.device.on_stream(self.lane.stream):
+            forward()
 
     @abstractmethod
     def trace(self, forward: Forward, like: Trace | None = None) -> tuple[Any, Trace]:

@@ -85,8 +85,10 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
     def make_room(self) -> None:
+        free, total = torch.cuda.mem_get_info(self.device)
+        if free > total // 4:
+            return
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        free, _ = torch.cuda.mem_get_info(self.device)
         if free < cached + _SPARE_BYTES:
             self.flush()
 

@@ -18,7 +18,7 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,16 +254,11 @@ class Recorder:
         self._steps.append(kind(mark, modes, spec, kept, deliver, out))
         return output
 
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        if self._watch is None:
-            yield
-            return
-        self._watch.is_paused = True
-        try:
-            yield
-        finally:
-            self._watch.is_paused = False
+    def _unwatched(self) -> AbstractContextManager[Any]:
+        return _NOTHING if self._watch is None else self._watch.paused()
+
+
+_NOTHING = nullcontext()
 
 
 class _CaptureWatch:
@@ -276,6 +271,15 @@ class _CaptureWatch:
         self.difference: Difference | None = None
         self.made_at: dict[int, str] = {}
         self._lines: dict[int, Location] = {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is our own bookkeeping."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     def __call__(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.is_paused:

@@ -4,8 +4,9 @@ A runner owns the shapes of one phase: which are captured, the static memory the
 it and how the live part of the output is cut out again. How a shape is recorded is its backend's business; it never asks
 which backend it has.
 
-`capture` is a method with a report, never a side effect of construction: it warms every rung, largest first, flushes
-once, and records all. After start-up the engine closes the guard, and a later capture raises.
+`capture` is a method with a report, never a side effect of construction: rung by rung, the largest first, it warms and
+records, so that the device works off a warm-up while the host records. After start-up the engine closes the guard, and
+a later capture raises.
 
 Subclasses say what is particular to their phase (the abstract methods); the order of things stands here, once.
 """
@@ -174,41 +175,34 @@ class Runner(ABC, Generic[B]):
         start = time.perf_counter()
         if self.settings.backend != "disabled" and wanted:
             tell = progress or (lambda key, what: None)
-            with self.lane.exclusive():
-                traces = self._warm(wanted, tell, report)
-                with self.lane.capture_pass():
-                    for key in wanted:
-                        trace = traces.pop(key, None)
-                        if trace is not None and not self._is_ruled_out(key, report):
-                            tell(key, "capture")
-                            self._record(key, trace, report)
+            with self.lane.exclusive(), self.lane.capture_pass():
+                largest: Trace | None = None
+                for key in wanted:
+                    trace = None if self._is_ruled_out(key, report) else self._warm(key, largest, tell, report)
+                    if trace is not None:
+                        largest = largest or trace
+                        tell(key, "capture")
+                        self._record(key, trace, report)
         report.seconds = time.perf_counter() - start
         return report
 
-    def _warm(self, keys: Sequence[ShapeKey], tell: Progress, report: CaptureReport) -> dict[ShapeKey, Trace]:
-        traces: dict[ShapeKey, Trace] = {}
-        largest: Trace | None = None
-        with self.lane.device.on_stream(self.lane.stream):
-            for key in keys:
-                if self._is_ruled_out(key, report):
-                    continue
-                tell(key, "warm-up")
-                try:
-                    with calling(self.prepare(key)):
-                        for _ in range(self.settings.num_warmups - 1):
-                            self.forward(key)()
-                        traces[key] = self.backend.trace(self.forward(key), like=largest)[1]
-                except torch.OutOfMemoryError as error:
-                    self._failed(key, CaptureOutOfMemory(f"out of memory in the warm-up: {error}"), report)
-                    continue
-                except CaptureError as error:
-                    self._failed(key, error, report)
-                    continue
-                largest = largest or traces[key]
-        return traces
+    def _warm(self, key: ShapeKey, largest: Trace | None, tell: Progress, report: CaptureReport) -> Trace | None:
+        """The trace of one rung; None where it failed. The device runs it while the host records."""
+        tell(key, "warm-up")
+        try:
+            with calling(self.prepare(key)):
+                for _ in range(self.settings.num_warmups - 1):
+                    self.backend.warm(self.forward(key))
+                return self.backend.trace(self.forward(key), like=largest)[1]
+        except torch.OutOfMemoryError as error:
+            self._failed(key, CaptureOutOfMemory(f"out of memory in the warm-up: {error}"), report)
+        except CaptureError as error:
+            self._failed(key, error, report)
+        return None
 
     def _record(self, key: ShapeKey, trace: Trace, report: CaptureReport) -> None:
         try:
+            self.lane.device.make_room()
             with calling(self.prepare(key)):
                 graph = self.backend.record(key, self.forward(key), trace)
         except CaptureError as error:
