@@ -65,6 +65,10 @@ class LeaseError(ReplayError):
     """An output that is a view of static memory was used after the lane's next replay."""
 
 
+class WorkspaceError(SegueError):
+    """A workspace was asked to grow after it had been locked; the message names caller and sizes."""
+
+
 class InputError(SegueError, ValueError):
     """A static input is missing, or has the wrong length, dtype or device; the message names the slot."""
 

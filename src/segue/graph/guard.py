@@ -6,7 +6,28 @@ over; a `segue.graph` stays open until `freeze()`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from segue.errors import CaptureNotAllowed
+
+_capturing: ContextVar[bool] = ContextVar("segue_capturing", default=False)
+
+
+def is_capturing() -> bool:
+    """Whether this thread is recording right now, on whatever device."""
+    return _capturing.get()
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """`is_capturing()` is true inside."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
 
 
 class CaptureGuard:

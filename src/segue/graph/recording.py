@@ -31,6 +31,7 @@ from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import build_output, delivery
+from segue.graph.guard import capturing
 from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import Ownership, escape_error
 from segue.graph.trace import Trace, expect_break, has_flat_arguments, without_autocast_cache
@@ -174,7 +175,7 @@ class Recorder:
 
     def _capture(self, forward: Callable[[], Any]) -> Recording:
         shapes = self._trace.shapes
-        with _no_collection(), without_autocast_cache(), handling(self if self._segmented else None):
+        with capturing(), _no_collection(), without_autocast_cache(), handling(self if self._segmented else None):
             with self._device.capture(self._pool, self._stream, self._watch, shapes) as session:
                 self._session = session
                 try:
