@@ -33,7 +33,7 @@ def graphs_of(decode: str = "full", prefill: str = "breakable", **settings: Any)
 
 def config_of(decode: str = "full", prefill: str = "breakable", **changes: Any) -> EngineConfig:
     sizes: dict[str, Any] = {"chunk_size": 32, "max_requests": 4, "max_context": 128}
-    return EngineConfig(device="cpu", graphs=graphs_of(decode, prefill), **(sizes | changes))
+    return EngineConfig(device="cpu", **({"graphs": graphs_of(decode, prefill)} | sizes | changes))
 
 
 def model_that_speaks(tokenizer: Any) -> Any:
@@ -557,3 +557,17 @@ def test_four_threads_get_what_one_gets(engine: Engine) -> None:
         thread.join(timeout=120)
     assert not failures and not any(thread.is_alive() for thread in threads)
     assert got == {place: [expected[place]] * 4 for place in range(4)}
+
+
+@pytest.mark.parametrize("debug", ["forward", "ops"])
+def test_debug_modes_give_the_same_tokens_on_the_replay_path(debug: Any) -> None:
+    prompts = [[3, 4, 5], list(range(7, 40))]
+    with Engine(tiny_model(), config_of()) as plain:
+        expected = [output.token_ids for output in plain.generate(prompts, GREEDY)]
+    with Engine(tiny_model(), config_of(graphs=graphs_of(debug=debug))) as engine:
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+        phases = engine.stats()["phases"]
+    assert {phase["backend"] for phase in phases.values()} == {debug}
+    assert all(phase["eager"] == {} and phase["replays"] > 0 for phase in phases.values())
+    if debug == "ops":
+        assert all(graph["nodes"] == graph["segments"] > 50 for graph in phases["decode"]["graphs"])

@@ -70,11 +70,13 @@ class GraphReplay:
 class RecordingBackend(Backend):
     """What `full` and `breakable` share: the recorder, told whether to break."""
 
+    per_operation: ClassVar[bool] = False
+
     def trace(self, forward: Forward, like: Trace | None = None) -> tuple[Any, Trace]:
         """On the lane's stream, whose library workspaces the capture then finds made."""
         device = self.lane.device
         with device.on_stream(self.lane.stream):
-            if like is not None and not device.traces_shapes:
+            if like is not None and not device.traces_shapes and not self.per_operation:
                 output, trace = traced(forward, device, is_full=False, segmented=self.is_segmented)
                 if trace.has_same_breaks(like):
                     trace.share(like)
@@ -84,7 +86,14 @@ class RecordingBackend(Backend):
     def record(self, key: ShapeKey, forward: Forward, trace: Trace) -> GraphReplay:
         lane = self.lane
         used_before = lane.device.driver_used()
-        recorder = Recorder(lane.device, lane.pool, lane.stream, trace, segmented=self.is_segmented)
+        recorder = Recorder(
+            lane.device,
+            lane.pool,
+            lane.stream,
+            trace,
+            segmented=self.is_segmented,
+            per_operation=self.per_operation,
+        )
         recording = recorder.record(forward)
         driver_bytes = lane.device.driver_used() - used_before - recording.pool_bytes
         record = GraphRecord(

@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--decode", choices=_DECODE, default="auto", help="backend of decode steps")
     parser.add_argument("--prefill", choices=_PREFILL, default="auto", help="backend of prefill steps")
+    parser.add_argument(
+        "--debug-graphs", choices=("forward", "ops"), help="one eager piece, or a graph an operation, on the replay path"
+    )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to generate at most (64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
@@ -101,7 +104,7 @@ def _engine_config(options: argparse.Namespace, kind: type) -> Any:
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    graphs = GraphConfig(decode=options.decode, prefill=options.prefill)
+    graphs = GraphConfig(decode=options.decode, prefill=options.prefill, debug=options.debug_graphs)
     return kind(device=options.device, graphs=graphs, **{name: v for name, v in sizes.items() if v is not None})
 
 

@@ -185,3 +185,10 @@ def extent_bytes(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, .
     if 0 in size:
         return 0
     return (sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1) * dtype.itemsize
+
+
+def touched(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[torch.Tensor]:
+    """The tensors that a call left behind: those it made, and those it wrote."""
+    made = tensors(result) if op.returns_fresh else []
+    written = op.written(args, kwargs) if op.writes_names else []
+    return [t for t in (*made, *written) if t.layout is torch.strided]

@@ -26,14 +26,14 @@ import torch
 
 from segue._compat import data_address
 from segue.device import Capture, Device, DeviceGraph, Pool
-from segue.device.operations import Operation, is_strided, tensors
+from segue.device.operations import Operation, is_strided, tensors, touched
 from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
-from segue.graph.bridge import build_output, delivery
+from segue.graph.bridge import Fresh, build_output, delivery
 from segue.graph.guard import capturing
 from segue.graph.modes import Modes, bound, current_modes
-from segue.graph.ownership import Ownership, escape_error
+from segue.graph.ownership import OutsideAccess, Ownership, escape_error
 from segue.graph.trace import Trace, expect_break, has_flat_arguments, without_autocast_cache
 from segue.graph.tree import Spec, flatten, unflatten
 
@@ -80,6 +80,17 @@ class Difference:
     captured: str
 
 
+@dataclass(frozen=True, slots=True)
+class OperationNote:
+    """One recorded operation that is a segment of its own: its place among all operations of the pass, its name and the
+    user's line, and aliases of the tensors that it leaves behind."""
+
+    index: int
+    operation: str
+    location: str | None
+    results: tuple[torch.Tensor, ...]
+
+
 class Recording:
     """Ordered steps and their output. Owns its graphs and the outside tensors it reads, until `close`; its memory
     belongs to the pool. Not locked: the lane serialises replays."""
@@ -91,6 +102,11 @@ class Recording:
         self.capture_s = 0.0
         self.pool_bytes = 0
         self.difference: Difference | None = None
+        self.externals: dict[int, torch.Tensor] = {}
+        """the outside tensors that are read, by storage handle; of these, `written` are also written"""
+        self.written: dict[int, torch.Tensor] = {}
+        self.operations: dict[int, OperationNote] = {}
+        """by step, where each operation was recorded as a segment of its own"""
         self._calls = [step.replay for step in steps]
 
     @property
@@ -127,6 +143,8 @@ class Recording:
         self._calls = [_closed]
         self.output = None
         self.owned = []
+        self.externals = {}
+        self.written = {}
 
 
 def _closed() -> None:
@@ -134,18 +152,25 @@ def _closed() -> None:
 
 
 class Recorder:
-    """Records one forward pass. Use one object for one attempt."""
+    """Records one forward pass. Use one object for one attempt.
 
-    def __init__(self, device: Device, pool: Pool, stream: Any, trace: Trace, *, segmented: bool) -> None:
+    With `per_operation` (needs a full trace) each operation becomes a segment of its own, so that a fault can be
+    followed to one of them.
+    """
+
+    def __init__(
+        self, device: Device, pool: Pool, stream: Any, trace: Trace, *, segmented: bool, per_operation: bool = False
+    ) -> None:
         self._device = device
         self._pool = pool
         self._stream = stream
         self._trace = trace
         self._segmented = segmented
-        self._ownership = Ownership(device, pool)
+        self._ownership = Ownership(device, pool, trace.externals)
         self._steps: list[DeviceGraph | Break] = []
         self._num_breaks = 0
-        self._watch = _CaptureWatch(trace) if trace.is_full else None
+        self._operations: dict[int, OperationNote] = {}
+        self._watch = _CaptureWatch(trace, self._split_after if per_operation else None) if trace.is_full else None
         self._session: Capture | None = None
         self._modes = current_modes(device.kind)
 
@@ -162,6 +187,7 @@ class Recorder:
                 "under torch.no_grad() or torch.inference_mode()."
             )
         start = time.perf_counter()
+        self._ownership.check_externals()
         recording = self._capture(forward)
         escaped = self._ownership.escaped()
         if escaped:
@@ -171,6 +197,7 @@ class Recorder:
         recording.capture_s = time.perf_counter() - start
         if self._watch is not None:
             recording.difference = self._watch.difference
+            recording.operations = self._operations
         return recording
 
     def _capture(self, forward: Callable[[], Any]) -> Recording:
@@ -192,8 +219,11 @@ class Recorder:
         del output
         kept = [self._keep(leaf) for leaf in leaves]
         del leaves
-        owned = list(self._ownership.owned.values()) + list(self._trace.externals.values())
-        return Recording(self._steps, unflatten(spec, iter(kept)), owned)
+        outside = self._trace if self._watch is None else self._watch.outside
+        owned = list(self._ownership.owned.values()) + list(outside.externals.values())
+        recording = Recording(self._steps, unflatten(spec, iter(kept)), owned)
+        recording.externals, recording.written = outside.externals, outside.written
+        return recording
 
     def _undo(self, session: Capture, error: BaseException) -> BaseException | None:
         """Puts everything back and returns the fault of the capture, or None for the user's own exception."""
@@ -214,6 +244,17 @@ class Recorder:
         segment = self._session.end()
         if segment is not None:
             self._steps.append(segment)
+
+    def _split_after(self, index: int, op: Operation, location: Location | None, results: list[torch.Tensor]) -> None:
+        """Ends the segment that holds `op` alone; operations that are no work (views) leave none."""
+        assert self._session is not None
+        with self._session.unrecorded(), torch.inference_mode(False), torch.no_grad():
+            aliases = tuple([self._ownership.keep(r) for r in results])
+        num_steps = len(self._steps)
+        self._end_segment(())
+        self._session.begin()
+        if len(self._steps) > num_steps:
+            self._operations[num_steps] = OperationNote(index, op.name, describe_line(location), aliases)
 
     def _expect_all_breaks(self) -> None:
         if self._segmented and self._num_breaks < len(self._trace.breaks):
@@ -247,6 +288,10 @@ class Recorder:
             self._device.order(self._stream, stream)
         with self._unwatched():
             output, results = build_output(note.output, leaves, self._device.device)
+        if self._watch is not None:
+            self._watch.outside.note_read(leaves)
+            self._watch.outside.note_made([results[i] for i, n in enumerate(note.output.leaves) if isinstance(n, Fresh)])
+            self._watch.outside.note_read(results)
         with self._session.unrecorded():
             targets = [self._keep(leaf) for leaf in results]
             deliver = delivery(mark.name, note.output, targets)
@@ -265,12 +310,18 @@ _NOTHING = nullcontext()
 class _CaptureWatch:
     """Compares a capture with its trace, operation by operation, and notes where blocks were made."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        after: Callable[[int, Operation, Location | None, list[torch.Tensor]], None] | None,
+    ) -> None:
         self._traced = trace.operations
+        self._after = after
         self._index = 0
         self.is_paused = False
         self.difference: Difference | None = None
         self.made_at: dict[int, str] = {}
+        self.outside = OutsideAccess()
         self._lines: dict[int, Location] = {}
 
     @contextmanager
@@ -285,6 +336,7 @@ class _CaptureWatch:
     def __call__(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.is_paused:
             return
+        self.outside.note(op, args, kwargs, result)
         location = user_line()
         index, self._index = self._index, self._index + 1
         if self.difference is None:
@@ -296,6 +348,8 @@ class _CaptureWatch:
             for tensor in tensors(result):
                 if line is not None and tensor.numel():
                     self.made_at[data_address(tensor)] = line
+        if self._after is not None:
+            self._after(index, op, location, touched(op, args, kwargs, result))
 
 
 def _describe(operation: tuple[Operation, Location | None] | None) -> str:

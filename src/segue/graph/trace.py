@@ -24,7 +24,7 @@ import torch
 from segue._compat import storage_handle, storage_weakref, without_modes
 from segue.device import Device, ShapeMemo
 from segue.device.cpu_tape import fresh_results
-from segue.device.operations import RESIZED, Operation, geometry, is_strided, signature, tensors
+from segue.device.operations import RESIZED, Operation, geometry, is_strided, signature, tensors, touched
 from segue.device.watch import HostReads, Location, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
@@ -66,6 +66,8 @@ class Trace:
     written: dict[int, torch.Tensor] = field(default_factory=dict)
     host_reads: list[HostRead] = field(default_factory=list)
     draws_random: bool = False
+    devices: set[torch.device] = field(default_factory=set)
+    """where the tensors lie that were read from outside, or made"""
     has_backward: bool = False
     """whether a result, of the pass or of a break, belongs to an autograd graph, which no recording has"""
     shapes: ShapeMemo = field(default_factory=dict)
@@ -108,11 +110,17 @@ class Trace:
                     )
 
 
-def traced(forward: Callable[[], Any], device: Device, *, is_full: bool, segmented: bool) -> tuple[Any, Trace]:
+Collect = Callable[[int, list[torch.Tensor]], None]
+"""Told, after each operation of a full trace, its place and the tensors that it left behind."""
+
+
+def traced(
+    forward: Callable[[], Any], device: Device, *, is_full: bool, segmented: bool, collect: Collect | None = None
+) -> tuple[Any, Trace]:
     """Runs `forward` once and returns its result and the trace. With `segmented`, marked functions are breaks;
     otherwise their bodies are part of what is watched. The caller's own exception passes through unchanged."""
     trace = Trace(is_full)
-    watch = _TraceMode(trace, device) if is_full else None
+    watch = _TraceMode(trace, device, collect) if is_full else None
     handler = _TraceHandler(trace, watch) if segmented else None
     start = time.perf_counter()
     with without_autocast_cache(), handling(handler), _watching(watch, device, trace):
@@ -156,8 +164,9 @@ class _TraceMode(OperationMode):
     """Notes every primitive operation. Storages are told apart by handle, and a weak reference to each storage made
     inside keeps its handle from being given to another."""
 
-    def __init__(self, trace: Trace, device: Device) -> None:
+    def __init__(self, trace: Trace, device: Device, collect: Collect | None) -> None:
         super().__init__(device.kind)
+        self._collect = collect
         self._trace = trace
         self._device = device
         self._inside: dict[int, Any] = {}
@@ -186,6 +195,8 @@ class _TraceMode(OperationMode):
             self._note_results(op, key, result)
         elif outs is not None and key is not None:
             trace.shapes[key] = None if outs == [geometry(t) for t in op.written(args, kwargs)] else RESIZED
+        if self._collect is not None:
+            self._collect(len(trace.operations) - 1, touched(op, args, kwargs, result))
         return result
 
     def note_read(self, value: Any) -> None:
@@ -195,12 +206,16 @@ class _TraceMode(OperationMode):
             handle = storage_handle(tensor)
             if handle not in self._inside and handle not in self._trace.externals:
                 self._trace.externals[handle] = tensor.detach()
+                self._trace.devices.add(tensor.device)
 
     def note_made(self, value: Any) -> None:
         for tensor in tensors(value):
+            if tensor.layout is not torch.strided:
+                continue
             handle = storage_handle(tensor)
             if handle not in self._inside:
                 self._inside[handle] = storage_weakref(tensor)
+                self._trace.devices.add(tensor.device)
 
     def take_streams(self) -> tuple[Any, ...]:
         streams, self._side = tuple(self._side), {}

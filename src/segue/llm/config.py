@@ -44,8 +44,6 @@ class EngineConfig:
             raise ConfigError(
                 f"graphs.capture is {self.graphs.capture!r}; the engine captures at 'startup', or when told to ('manual')"
             )
-        if self.graphs.debug is not None:
-            raise ConfigError(f"graphs.debug is {self.graphs.debug!r}; the engine has no debug mode in this version")
 
 
 class Sizes(NamedTuple):

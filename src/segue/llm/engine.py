@@ -159,7 +159,7 @@ class Engine:
             resolved,
             PrefillRunner(
                 prefill,
-                make_backend(prefill.backend, self.lane),
+                make_backend(resolved.debug or prefill.backend, self.lane),
                 self._run_model,
                 attention,
                 Limits(prefill.ladder, slots, sizes.max_context),
@@ -167,7 +167,7 @@ class Engine:
             ),
             DecodeRunner(
                 decode,
-                make_backend(decode.backend, self.lane),
+                make_backend(resolved.debug or decode.backend, self.lane),
                 self._run_model,
                 attention,
                 Limits(decode.ladder, sizes.max_requests, sizes.max_context),
