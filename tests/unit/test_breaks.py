@@ -612,3 +612,14 @@ def test_a_closed_recording_says_so(lane: Lane) -> None:
     recorded.close()
     with pytest.raises(ReplayError, match="closed"):
         recorded.recording.replay()
+
+
+def test_named_steps_replay_as_others_do(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEGUE_NVTX puts a profiler's range around each step, where there is a profiler to see it."""
+    monkeypatch.setenv("SEGUE_NVTX", "1")
+    x = torch.randn(4, device=lane.device.device)
+    plus_one = segue.eager_on_graph(lambda y: y + 1)
+    run = record(lane, lambda: plus_one(x * 2) * 3, "breakable")
+    for _ in range(2):
+        x.normal_()
+        torch.testing.assert_close(replay(lane, run), (x * 2 + 1) * 3, rtol=0, atol=0)

@@ -34,6 +34,7 @@ from segue.graph.bridge import Fresh, build_output, delivery
 from segue.graph.guard import capturing
 from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import OutsideAccess, Ownership, escape_error
+from segue.graph.ranges import ranged, wants_ranges
 from segue.graph.trace import Trace, expect_break, has_flat_arguments, without_autocast_cache
 from segue.graph.tree import Spec, flatten, unflatten
 
@@ -108,6 +109,8 @@ class Recording:
         self.operations: dict[int, OperationNote] = {}
         """by step, where each operation was recorded as a segment of its own"""
         self._calls = [step.replay for step in steps]
+        if wants_ranges():
+            self._calls = [ranged(_step_name(at, step), step.replay) for at, step in enumerate(steps)]
 
     @property
     def segments(self) -> list[DeviceGraph]:
@@ -145,6 +148,10 @@ class Recording:
         self.owned = []
         self.externals = {}
         self.written = {}
+
+
+def _step_name(at: int, step: DeviceGraph | Break) -> str:
+    return f"segue {at} {step.mark.name if isinstance(step, Break) else 'segment'}"
 
 
 def _closed() -> None:
@@ -288,13 +295,13 @@ class Recorder:
             self._device.order(self._stream, stream)
         with self._unwatched():
             output, results = build_output(note.output, leaves, self._device.device)
-        if self._watch is not None:
-            self._watch.outside.note_read(leaves)
-            self._watch.outside.note_made([results[i] for i, n in enumerate(note.output.leaves) if isinstance(n, Fresh)])
-            self._watch.outside.note_read(results)
         with self._session.unrecorded():
             targets = [self._keep(leaf) for leaf in results]
             deliver = delivery(mark.name, note.output, targets)
+            if self._watch is not None:
+                self._watch.outside.note_read(leaves)
+                self._watch.outside.note_made([r for r, n in zip(results, note.output.leaves) if isinstance(n, Fresh)])
+                self._watch.outside.note_read(results)
         out = targets[0] if mark.can_take_out(args, kwargs) and len(note.output.fresh) == len(targets) == 1 else None
         kind = Break if has_flat_arguments(spec) else RebuiltBreak
         self._steps.append(kind(mark, modes, spec, kept, deliver, out))
