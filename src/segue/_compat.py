@@ -79,6 +79,16 @@ def tensor_at(
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, stride)
 
 
+_all_addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # in CUDA builds alone
+
+
+def are_at(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
+    """Whether each tensor's first element lies at its address. `indices` is ``list(range(len(tensors)))``."""
+    if _all_addresses_equal is not None:
+        return bool(_all_addresses_equal(tensors, addresses, indices))
+    return list(map(torch.Tensor.data_ptr, tensors)) == addresses
+
+
 def forbid_data_access(tensor: torch.Tensor) -> None:
     """From now on `data_ptr`, numpy, DLPack, pickle and every writing kernel raise for this storage."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)
@@ -136,6 +146,18 @@ def _leaving_modes(kind: type | None) -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
+def is_observed() -> bool:
+    """Whether somebody else's dispatch mode or functorch transform is active: a replay would pass it by."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def default_device() -> Any:
+    """The device of tensors made without one; None where nobody changed it."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    return torch.get_default_device()
+
+
 def pytree_node(kind: type) -> tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[Any, Any], Any]] | None:
     """How torch's registry takes a container apart and builds it again, or None for a leaf."""
     node = torch_pytree.SUPPORTED_NODES.get(kind)
@@ -174,6 +196,11 @@ def stop_routing_to_pool(device: int, pool: tuple[int, int]) -> None:
     """After a capture that failed: the allocator no longer sends this device's allocations to the pool (2.11)."""
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         getattr(torch._C, name)(device, pool)
+
+
+def set_stream_builtin() -> Any:
+    """The builtin behind `torch.cuda.set_stream` and `torch.cuda.stream`; None where torch has no CUDA."""
+    return getattr(torch._C, "_cuda_setStream", None)
 
 
 # -- the CUDA driver --------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ that need the engine's facts, when resolved.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -21,6 +20,7 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from segue.errors import ConfigError, StrictModeError
+from segue.memory.sizes import parse_bytes
 from segue.shapes import ladder as ladders
 from segue.shapes.key import Phase
 
@@ -34,12 +34,6 @@ BACKENDS = ("auto", "full", "breakable", "disabled")
 LADDERS = ("auto", *ladders.DECODE_PRESETS)
 DEVICES = ("cuda", "cpu")
 TOKENS_PER_REQUEST_SLOT = 512
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
 
 
 class GraphSupport(IntEnum):
@@ -251,19 +245,6 @@ def resolve(
         debug=config.debug,
         memory_budget_bytes=None if budget is None else parse_bytes(budget, "memory_budget"),
     )
-
-
-def parse_bytes(value: int | str, name: str = "bytes") -> int:
-    """A number of bytes: an integer, or text such as "2GiB", "1.5 GB", "512MiB" (B, kB..TB, KiB..TiB, any case)."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
-        if match and match[2] in _UNITS:
-            amount = int(float(match[1]) * _UNITS[match[2]])
-            if amount > 0:
-                return amount
-    raise ConfigError(f"{name} is {value!r}; give a positive number of bytes, or text such as '2GiB' or '500MB'")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ def test_the_engine_example_answers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_core_example_replays(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(BLOCKS[1], "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert "tensor([ 80., 120., 160., 200.])" in printed
-    assert "segments=2" in printed and "breaks=1" in printed
+    assert "-> tensor([ 80., 120., 160., 200.])" in printed and "replays call[4 tokens, #0 4] (breakable)" in printed
+    row = next(line for line in printed.splitlines() if line.startswith("call[4 tokens"))
+    assert row.split()[4:6] == ["2", "1"], "segments and breaks"
 
 
 def test_links_lead_somewhere() -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2] / "src" / "segue"
 LAYERS = (
     ("errors", "_compat"),
     ("device",),
-    ("shapes", "observe.decision"),
+    ("shapes", "observe.decision", "observe.report"),
     ("graph", "inputs"),
     ("memory",),
     ("backends",),

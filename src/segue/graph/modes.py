@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from segue._compat import default_device
+
 
 class Autocast(NamedTuple):
     device_type: str
@@ -35,6 +37,31 @@ def current_modes(device_type: str) -> Modes:
         for kind in (("cpu",) if device_type == "cpu" else ("cpu", device_type))
     )
     return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+
+def kernel_modes(device_type: str) -> tuple[Any, ...]:
+    """What selects kernels and result types at a call, beside the arguments: part of a call's key."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        device_type != "cpu" and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        _matmul_precision(),
+        _flash(),
+        _memory_efficient(),
+        _math(),
+        _cudnn(),
+        default_device(),
+    )
+
+
+_matmul_precision = torch.get_float32_matmul_precision
+_flash = torch.backends.cuda.flash_sdp_enabled
+_memory_efficient = torch.backends.cuda.mem_efficient_sdp_enabled
+_math = torch.backends.cuda.math_sdp_enabled
+_cudnn = torch.backends.cuda.cudnn_sdp_enabled
 
 
 @contextmanager

@@ -20,17 +20,19 @@ from typing import Any
 
 import torch
 
-from segue._compat import data_address, storage_handle
+from segue._compat import data_address, storage_handle, storage_weakref
 from segue.device import Device, Pool
-from segue.errors import EscapedTensorError
+from segue.device.operations import Operation, tensors
+from segue.errors import CaptureError, EscapedTensorError
 
 
 class Ownership:
     """The proof for one capture. Make it before the first `begin`."""
 
-    def __init__(self, device: Device, pool: Pool) -> None:
+    def __init__(self, device: Device, pool: Pool, externals: dict[int, torch.Tensor] | None = None) -> None:
         self._device = device
         self._pool = pool
+        self._externals = externals or {}
         before = pool.state()
         self._before = before
         self._foreign = _Ranges(before.live.items())
@@ -49,7 +51,10 @@ class Ownership:
         return kept
 
     def is_ours(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory is a block of the pool allocated since this object was made."""
+        """Whether the memory is a block of the pool allocated since this object was made. What the trace met as an outside
+        tensor never is: an alias of pool memory that nothing holds alive (an output of another recording)."""
+        if storage_handle(tensor) in self._externals:
+            return False
         address = data_address(tensor)
         if address in self._segments:
             return address not in self._foreign
@@ -57,6 +62,22 @@ class Ownership:
             return False
         self._segments = _Ranges(self._pool.state().segments)
         return address in self._segments and address not in self._foreign
+
+    def check_externals(self) -> None:
+        """An outside tensor over free memory of the pool cannot be read at a replay: by then it holds something else.
+
+        Raises:
+            CaptureError: one of the trace's externals is such a tensor.
+        """
+        for tensor in self._externals.values():
+            if tensor.numel() and tensor.device == self._device.device:
+                address = data_address(tensor)
+                if address in self._segments and address not in self._foreign:
+                    raise CaptureError(
+                        f"the pass reads a tensor of shape {list(tensor.shape)} that lies in the memory of its own lane: an "
+                        "output of another recording, kept without a copy. The next replay overwrites it: clone it, or pass "
+                        "it as an argument."
+                    )
 
     def escaped(self) -> dict[int, int]:
         """Blocks (address -> bytes) allocated since begin that are still alive."""
@@ -70,6 +91,38 @@ class Ownership:
         after = self._pool.state()
         self.grown_bytes = after.reserved_bytes - self._before.reserved_bytes
         return {a: n for a, n in after.live.items() if self._before.live.get(a) != n}
+
+
+class OutsideAccess:
+    """What a watched capture reads and writes of the outside world: the capture decides, where the trace predicted."""
+
+    def __init__(self) -> None:
+        self.externals: dict[int, torch.Tensor] = {}
+        self.written: dict[int, torch.Tensor] = {}
+        self._made: dict[int, Any] = {}
+
+    def note(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.note_read((*args, *kwargs.values()) if kwargs else args)
+        if op.writes_names:
+            for tensor in op.written(args, kwargs):
+                if tensor.layout is torch.strided and storage_handle(tensor) in self.externals:
+                    self.written[storage_handle(tensor)] = tensor.detach()
+        if op.returns_fresh:
+            self.note_made(result)
+
+    def note_read(self, value: Any) -> None:
+        for tensor in tensors(value):
+            if tensor.layout is torch.strided:
+                handle = storage_handle(tensor)
+                if handle not in self._made and handle not in self.externals:
+                    self.externals[handle] = tensor.detach()
+
+    def note_made(self, value: Any) -> None:
+        for tensor in tensors(value):
+            if tensor.layout is torch.strided:
+                handle = storage_handle(tensor)
+                if handle not in self._made and handle not in self.externals:  # out= hands an outside tensor back
+                    self._made[handle] = storage_weakref(tensor)
 
 
 class _Ranges:

@@ -35,6 +35,7 @@ from segue.graph.guard import capturing
 from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import OutsideAccess, Ownership, escape_error
 from segue.graph.ranges import ranged, wants_ranges
+from segue.graph.streams import after_joining
 from segue.graph.trace import Trace, expect_break, has_flat_arguments, without_autocast_cache
 from segue.graph.tree import Spec, flatten, unflatten
 
@@ -57,6 +58,11 @@ class Break:
             kwargs["out"] = out
         self._args = args
         self._kwargs = kwargs
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that the body is called with."""
+        return tensors(self._leaves)
 
     def replay(self) -> None:
         self._deliver(self._function(*self._args, **self._kwargs))
@@ -225,6 +231,8 @@ class Recorder:
         leaves, spec = flatten(output)
         del output
         kept = [self._keep(leaf) for leaf in leaves]
+        if self._watch is not None:
+            self._watch.outside.note_read(leaves)  # an outside tensor may be returned without any operation
         del leaves
         outside = self._trace if self._watch is None else self._watch.outside
         owned = list(self._ownership.owned.values()) + list(outside.externals.values())
@@ -297,7 +305,7 @@ class Recorder:
             output, results = build_output(note.output, leaves, self._device.device)
         with self._session.unrecorded():
             targets = [self._keep(leaf) for leaf in results]
-            deliver = delivery(mark.name, note.output, targets)
+            deliver = after_joining(self._device, note.joins, delivery(mark.name, note.output, targets))
             if self._watch is not None:
                 self._watch.outside.note_read(leaves)
                 self._watch.outside.note_made([r for r, n in zip(results, note.output.leaves) if isinstance(n, Fresh)])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from segue.device.watch import HostReads, Location, OperationMode, describe_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import OutputNote, note_output
+from segue.graph.streams import join, noting_streams
 from segue.graph.tree import Spec, flatten, same_value, unflatten
 
 
@@ -51,6 +52,8 @@ class BreakNote:
     location: Location | None
     streams: tuple[Any, ...]
     """side streams with work since the break before"""
+    joins: tuple[Any, ...]
+    """streams that the body worked on"""
     changed: int | None
     """which argument's list, dictionary or other container the body changed"""
 
@@ -86,7 +89,8 @@ class Trace:
         self.has_backward = self.has_backward or other.has_backward
         self.streams = other.streams
         self.breaks = [
-            replace(n, streams=o.streams) if o.streams else n for n, o in zip(self.breaks, other.breaks, strict=True)
+            replace(n, streams=o.streams, joins=o.joins) if o.streams or o.joins else n
+            for n, o in zip(self.breaks, other.breaks, strict=True)
         ]
 
     def check_scalars(self, later: Trace) -> None:
@@ -121,7 +125,7 @@ def traced(
     otherwise their bodies are part of what is watched. The caller's own exception passes through unchanged."""
     trace = Trace(is_full)
     watch = _TraceMode(trace, device, collect) if is_full else None
-    handler = _TraceHandler(trace, watch) if segmented else None
+    handler = _TraceHandler(trace, watch, device) if segmented else None
     start = time.perf_counter()
     with without_autocast_cache(), handling(handler), _watching(watch, device, trace):
         output = forward()
@@ -179,6 +183,8 @@ class _TraceMode(OperationMode):
         trace.operations.append((op, location))
         if op.reads_host(args):
             trace.host_reads.append(HostRead(op.name, location))
+        if op.name == "aten.lift_fresh.default":  # torch.tensor(...): a constant of the program, made here
+            self.note_made(args)
         self.note_read(args)
         if kwargs:
             self.note_read(tuple(kwargs.values()))
@@ -251,8 +257,9 @@ def _default_generator(device: Device) -> torch.Generator:
 
 
 class _TraceHandler:
-    def __init__(self, trace: Trace, watch: _TraceMode | None) -> None:
+    def __init__(self, trace: Trace, watch: _TraceMode | None, device: Device) -> None:
         self._trace = trace
+        self._device = device
         self._watch = watch
 
     def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,8 +267,13 @@ class _TraceHandler:
         location = user_line() if watch is not None else None
         streams = watch.take_streams() if watch is not None else ()
         leaves, spec = flatten((args, kwargs))
+        noting: AbstractContextManager[list[Any]] = nullcontext([])
+        if watch is not None:
+            noting = noting_streams(self._device)
         with handling(None), without_modes(HostReads):
-            results, result_spec = flatten(mark.function(*args, **kwargs))
+            with noting as joins:
+                results, result_spec = flatten(mark.function(*args, **kwargs))
+            join(self._device, joins)
             output = note_output(result_spec, results, leaves)
             if watch is not None:
                 watch.note_read(leaves)
@@ -269,7 +281,7 @@ class _TraceHandler:
         self._trace.has_backward = self._trace.has_backward or _has_backward(results)
         scalars = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
         changed = _changed_argument(spec, leaves, args, kwargs)
-        self._trace.breaks.append(BreakNote(mark, spec, scalars, output, location, streams, changed))
+        self._trace.breaks.append(BreakNote(mark, spec, scalars, output, location, streams, tuple(joins), changed))
         return unflatten(result_spec, iter(results))
 
 

@@ -45,7 +45,11 @@ class Lane:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(pool.state().reserved_bytes for pool in self._pools)
+        """Asked from anywhere; waits for a capture or replay of another thread."""
+        if self.is_entered:
+            return sum(pool.state().reserved_bytes for pool in self._pools)
+        with self._lock:
+            return sum(pool.state().reserved_bytes for pool in self._pools)
 
     def enter(self) -> None:
         """Takes the lane for one capture or replay on the current stream; pair it with `leave`.
@@ -110,8 +114,13 @@ class Lane:
             if was_enabled:
                 gc.enable()
 
+    def release(self) -> None:
+        """Gives the pools back; hold the lane, and have no recording left. The next capture opens a new one."""
+        assert self.is_entered
+        for pool in self._pools:
+            pool.close()
+        self._pools.clear()
+
     def close(self) -> None:
         with self.exclusive():
-            for pool in self._pools:
-                pool.close()
-            self._pools.clear()
+            self.release()

@@ -1,0 +1,89 @@
+"""Before a replay: are the tensors that a recording reads still where they were?
+
+A recording holds addresses. Copying *into* a weight simply works, but `load_state_dict(assign=True)`, `.data =`, `.to()`,
+a new Parameter, a merged LoRA put the weight elsewhere, and the recording, which keeps the old memory alive, would go on
+with old values. So every call compares what the callable reaches with what it reached at the capture.
+
+The hard part is the price: 300 parameters must cost some 30 microseconds. So the loops run in C: whole parameter tables
+compare as dicts (identical values are told by identity, at once), addresses as one list. Two tables whose values differ
+fall through to `Tensor.__eq__`, which raises or says something; both mean *changed*, except for tensors of one element,
+which are therefore compared by identity apart.
+
+Not seen: `.data =` with the same memory in another layout, and tensors that `graph.reach` does not find.
+"""
+
+from __future__ import annotations
+
+from operator import getitem, is_, itemgetter
+from typing import Any
+
+import torch
+
+from segue._compat import are_at, storage_handle
+from segue.graph.reach import Reach
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_training = itemgetter("training")
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_INDIFFERENT = frozenset(
+    getattr(torch.nn, name)
+    for name in (
+        "Linear", "Embedding", "LayerNorm", "RMSNorm", "GroupNorm", "Conv1d", "Conv2d", "Conv3d", "Identity", "ReLU",
+        "GELU", "SiLU", "Tanh", "Sigmoid", "Softmax", "ModuleList", "ModuleDict", "Sequential", "ParameterList",
+    )
+)  # fmt: skip
+"""modules that compute the same whether they train or not"""
+
+
+class Audit:
+    """What was reached when a recording was made. `holds` is the check of every call; it changes nothing."""
+
+    def __init__(self, reach: Reach, externals: dict[int, torch.Tensor]) -> None:
+        """`externals` are the outside tensors that the recording reads, by storage handle."""
+        tables = [vars(m)[name] for m in reach.modules for name in _TABLES if vars(m)[name]]
+        self._tables = tables
+        self._snapshots = [dict(table) for table in tables]
+        bound = [t for table in tables for t in table.values() if isinstance(t, torch.Tensor)]
+        tensors = {id(t): t for t in bound if _is_read(t, externals)}
+        flags = [vars(m) for m in reach.modules if type(m) not in _INDIFFERENT]
+        self._flag_holders, self._flags = flags, [d["training"] for d in flags]
+        wanted = {i for parent in reach.module_parents for i in reach.path(parent)}
+        scalars = []
+        for index, link in enumerate(reach.links):
+            if isinstance(link.value, torch.Tensor) and _is_read(link.value, externals):
+                wanted.update(reach.path(index))
+                tensors[id(link.value)] = link.value
+            elif link.is_near and isinstance(link.value, _SCALARS):
+                scalars.append(index)
+        links = [tuple(reach.links[i][:3]) for i in sorted(wanted)]
+        links += [(t, k, v) for t in tables for k, v in t.items() if isinstance(v, torch.Tensor) and v.numel() == 1]
+        self._containers, self._keys, self._values = _columns(links)
+        self._scalar_holders, self._scalar_keys, self._scalars = _columns([reach.links[i][:3] for i in scalars])
+        self._tensors = [t for t in tensors.values() if t.layout is torch.strided]
+        self._addresses = [t.data_ptr() for t in self._tensors]
+        self._indices = list(range(len(self._tensors)))
+
+    def holds(self) -> bool:
+        """Whether everything is where it was."""
+        try:
+            return (
+                self._tables == self._snapshots
+                and are_at(self._tensors, self._addresses, self._indices)
+                and all(map(is_, map(getitem, self._containers, self._keys), self._values))
+                and list(map(getitem, self._scalar_holders, self._scalar_keys)) == self._scalars
+                and list(map(_training, self._flag_holders)) == self._flags
+            )
+        except (RuntimeError, LookupError, ValueError):  # an entry is gone, or two tensors could not be compared
+            return False
+
+    def requires_grad(self) -> bool:
+        """Whether a tensor of the callable now requires grad."""
+        return any([t.requires_grad for t in self._tensors])
+
+
+def _is_read(tensor: torch.Tensor, externals: dict[int, torch.Tensor]) -> bool:
+    return tensor.layout is torch.strided and storage_handle(tensor) in externals
+
+
+def _columns(rows: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    return [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows]

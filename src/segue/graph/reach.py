@@ -1,0 +1,151 @@
+"""What a callable can reach without being called: the modules, containers and tensors that its code may read.
+
+Two readers. The *audit* (`graph.audit`) asks, before a replay, whether the tensors that a recording reads are still where
+they were. The *host state* (`graph.effects`) undoes what running the body once more for a capture changed.
+
+The search starts at the callable: a module's tree, the object of a method, closure cells, defaults, the globals that the
+code names, and from there through lists, dicts, tuples and plain objects. It is bounded, and follows neither classes nor
+imported Python modules: what lies behind them is not seen (docs/safety.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+_MAX_DEPTH = 12
+_MAX_LINKS = 200_000
+_MAX_ITEMS = 4096
+"""longer containers hold data, not structure"""
+_TABLES = ("_parameters", "_buffers", "_modules")
+_INTERNAL = frozenset(vars(torch.nn.Module()))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_OPAQUE = (type, ModuleType, BuiltinFunctionType, CodeType, torch.dtype, torch.device)
+_LIBRARIES = ("torch", "builtins", "segue.", "threading", "logging", "collections", "functools")
+
+
+class Cell:
+    """A closure cell with the manners of a dict of one entry."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._cell.cell_contents
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._cell.cell_contents = value
+
+
+class Link(NamedTuple):
+    """`container[key]` was `value`. `parent` is the link that led to the container, None at the callable itself."""
+
+    container: Any
+    key: Any
+    value: Any
+    parent: int | None
+    label: str
+    is_near: bool
+    """whether the callable itself, or its object, holds it"""
+
+
+class Reach:
+    """Everything found, in a fixed order. Holds what it found alive: keep it no longer than needed."""
+
+    def __init__(self, root: Any) -> None:
+        self.modules: list[torch.nn.Module] = []
+        self.module_parents: list[int | None] = []
+        self.links: list[Link] = []
+        self._seen: set[int] = set()
+        self._queue: deque[tuple[Any, int, int | None, str]] = deque([(root, 0, None, "")])
+        while self._queue and len(self.links) < _MAX_LINKS:
+            self._visit(*self._queue.popleft())
+
+    def path(self, index: int | None) -> Iterator[int]:
+        """The links that lead to one, itself included."""
+        while index is not None:
+            yield index
+            index = self.links[index].parent
+
+    def _visit(self, value: Any, depth: int, parent: int | None, label: str) -> None:
+        if isinstance(value, (torch.Tensor, *_PLAIN, *_OPAQUE)) or id(value) in self._seen or depth > _MAX_DEPTH:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, torch.nn.Module):
+            self._visit_module(value, depth, parent, label)
+        elif isinstance(value, FunctionType):
+            self._visit_function(value, depth, parent)
+        elif isinstance(value, MethodType):
+            self._follow(value.__self__, depth, parent, label)
+            self._follow(value.__func__, depth, parent, label)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._follow(part, depth, parent, label)
+        elif isinstance(value, dict):
+            self._visit_items(value, value, depth, parent, label)
+        elif isinstance(value, list):
+            self._visit_items(value, dict(enumerate(value[:_MAX_ITEMS])), depth, parent, label)
+        elif isinstance(value, (tuple, set, frozenset)):
+            for item in tuple(value)[:_MAX_ITEMS]:
+                self._follow(item, depth, parent, label)
+        elif not type(value).__module__.startswith(_LIBRARIES):
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict):
+                self._visit_items(attributes, attributes, depth, parent, label or type(value).__name__)
+
+    def _visit_module(self, module: torch.nn.Module, depth: int, parent: int | None, label: str) -> None:
+        self.modules.append(module)
+        self.module_parents.append(parent)
+        name = label or type(module).__name__
+        own = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
+        for child_name, child in module._modules.items():
+            self._queue.append((child, 1, parent, f"{name}.{child_name}"))
+        self._visit_items(vars(module), own, depth, parent, name)
+
+    def _visit_function(self, function: FunctionType, depth: int, parent: int | None) -> None:
+        if function.__module__ is not None and function.__module__.startswith(_LIBRARIES):
+            wrapped = getattr(function, "__wrapped__", None)  # a marked function's own wrapper is ours
+            if wrapped is not None:
+                self._follow(wrapped, depth, parent, "")
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            if cell != _EMPTY_CELL:
+                self._link(Cell(cell), None, cell.cell_contents, depth, parent, name)
+        for name in _global_names(function.__code__):
+            if name in function.__globals__:
+                self._link(function.__globals__, name, function.__globals__[name], depth, parent, name)
+        for part in (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)):
+            self._follow(part, depth, parent, function.__name__)
+
+    def _visit_items(self, container: Any, items: dict[Any, Any], depth: int, parent: int | None, label: str) -> None:
+        if len(items) <= _MAX_ITEMS:
+            for key, value in list(items.items()):
+                self._link(container, key, value, depth, parent, f"{label}.{key}" if label else str(key))
+
+    def _link(self, container: Any, key: Any, value: Any, depth: int, parent: int | None, label: str) -> None:
+        if isinstance(value, _OPAQUE):
+            return
+        self.links.append(Link(container, key, value, parent, label, depth == 0))
+        self._queue.append((value, depth + 1, len(self.links) - 1, label))
+
+    def _follow(self, value: Any, depth: int, parent: int | None, label: str) -> None:
+        self._queue.append((value, depth, parent, label))
+
+
+_EMPTY_CELL = CellType()
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(dict.fromkeys(_global_names(constant)))
+    return tuple(names)

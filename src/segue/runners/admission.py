@@ -1,0 +1,214 @@
+"""Admitting a call: it is traced, answers its caller with the trace's result, and is captured at once.
+
+Device work runs once. Where the static inputs lie as the live ones do the trace runs on the caller's own tensors, so aliasing, in-place
+writes and results that are arguments are eager's by construction; the capture then runs the body once more on static
+inputs and executes nothing. Whatever goes wrong after the trace, the caller has an answer: the refusal is returned with
+its reason, and what the second run of the body changed in Python is put back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from segue._compat import storage_handle
+from segue.backends import Backend
+from segue.errors import CaptureError, HostReadError
+from segue.graph import Call, Trace, calling
+from segue.graph.audit import Audit
+from segue.graph.effects import HostState, hooks
+from segue.graph.lease import Outputs
+from segue.graph.reach import Reach
+from segue.graph.tree import flatten
+from segue.memory.lane import Lane
+from segue.observe.decision import Reason
+from segue.runners.call_graph import CallGraph, StaticCall
+from segue.runners.call_key import Scan, is_constant
+from segue.runners.call_padding import Padded, cut
+from segue.shapes.key import ShapeKey
+
+
+@dataclass(slots=True)
+class Admission:
+    """What came of it: the caller's answer, and a recording or the reason why there is none."""
+
+    output: Any
+    graph: CallGraph | None = None
+    reason: Reason | None = None
+    detail: str = ""
+    error: Exception | None = None
+    effects: list[str] = field(default_factory=list)
+    operations: int = 0
+
+
+CHANGED_CONTAINER = "the call changes a container among its arguments"
+
+
+class _Refused(Exception):
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def admit(
+    function: Callable[..., Any],
+    origin: Callable[..., Any],
+    backend: Backend,
+    key: ShapeKey,
+    scan: Scan,
+    padded: Padded | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Admission:
+    """Traces and captures one call of `function`, which wraps `origin` (where the search for what it reads starts).
+    Hold the backend's lane, and have nested wrapped calls run inline.
+
+    Raises:
+        Exception: what the function itself raised in its ordinary run, unchanged.
+    """
+    static = StaticCall(scan, padded)
+    is_live = static.is_like(scan.tensors)
+    if not is_live and (static.overlaps or _are_held(origin, scan.tensors)):
+        with calling(Call(args, kwargs)):
+            output = function(*args, **kwargs)
+        return Admission(
+            output, reason=Reason.ALIASED_INPUTS, detail="arguments share memory in a way that copies cannot keep"
+        )
+    if not is_live:
+        static.load(scan.tensors)
+    called, named = (args, kwargs) if is_live else (static.args, static.kwargs)
+    inputs = scan.tensors if is_live else static.buffers
+    versions = [_version(t) for t in inputs]
+    with calling(Call(args, kwargs)):
+        output, trace = backend.trace(lambda: function(*called, **named))
+    written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
+    _hand_over(backend.lane, output)
+    if not is_live:
+        output = _from_static(output, static, scan, padded, trace, written)
+    admission = Admission(output, operations=len(trace.operations))
+    try:
+        _check(trace, static, scan, backend.lane, written, args, kwargs)
+        for tensor in inputs:
+            trace.externals.pop(storage_handle(tensor), None)
+        admission.graph = _capture(function, origin, backend, key, static, trace, written, admission, (args, kwargs))
+    except _Refused as refusal:
+        admission.reason, admission.detail = refusal.reason, str(refusal)
+    except HostReadError as error:
+        admission.reason, admission.detail, admission.error = Reason.DATA_DEPENDENT, str(error), error
+    except Exception as error:  # the caller has the trace's answer: what the second run raised is a failed capture
+        admission.reason, admission.detail, admission.error = Reason.CAPTURE_FAILED, str(error), error
+    return admission
+
+
+def _capture(
+    function: Callable[..., Any],
+    origin: Callable[..., Any],
+    backend: Backend,
+    key: ShapeKey,
+    static: StaticCall,
+    trace: Trace,
+    written: set[int],
+    admission: Admission,
+    live: tuple[tuple[Any, ...], dict[str, Any]],
+) -> CallGraph:
+    state = HostState(Reach(origin))
+    changed: list[str] = []
+    graph: Any = None
+    try:
+        with calling(Call(*live)), backend.lane.capture_pass():
+            graph = backend.record(key, lambda: function(*static.args, **static.kwargs), trace)
+    except CaptureError as error:
+        changed = state.restore()
+        if changed and not isinstance(error, HostReadError):
+            raise _Refused(Reason.UNSAFE_EFFECTS, f"{_effects_text(changed)}; {error}") from error
+        raise
+    finally:
+        changed = changed or state.restore()
+    if changed:
+        graph.close()
+        raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))
+    opaque = [type(leaf).__name__ for leaf in flatten(graph.recording.output)[0] if not is_constant(leaf)]
+    if opaque:
+        graph.close()
+        raise _Refused(Reason.UNSAFE_EFFECTS, f"the result holds a {opaque[0]}, which cannot be taken apart or compared")
+    reach = Reach(origin)
+    admission.effects = hooks(reach)
+    return CallGraph(graph, static, written, Audit(reach, graph.recording.externals))
+
+
+def _effects_text(changed: list[str]) -> str:
+    names = ", ".join(dict.fromkeys(changed))
+    return f"each call changes {names}, which a replay would not: pass it as a tensor, or change it outside"
+
+
+def _check(
+    trace: Trace,
+    static: StaticCall,
+    scan: Scan,
+    lane: Lane,
+    written: set[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    if trace.has_backward:
+        raise _Refused(Reason.AUTOGRAD, "the result requires grad: call it under torch.no_grad(), or with inference=True")
+    if static.overlaps and written:
+        raise _Refused(Reason.ALIASED_INPUTS, "arguments overlap without being one tensor, and one is written")
+    device = lane.device.device
+    foreign = {d for d in trace.devices if d != device and d.type != "meta"}
+    if device.type == "cuda":  # small host tensors are made and consumed on the way; outside ones would be frozen
+        outside = {t.device for t in trace.externals.values()}
+        foreign = {d for d in foreign if d.type == "cuda" or d in outside}
+    if foreign:
+        raise _Refused(Reason.OTHER_DEVICE, f"the pass uses tensors on {', '.join(map(str, foreign))} and on {device}")
+    if not keeps_arguments(scan, args, kwargs):
+        raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
+
+
+def keeps_arguments(scan: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the containers among the arguments of a call that has run hold what they did before."""
+    if isinstance(scan.structure, int):
+        return True
+    leaves, structure = flatten((args, kwargs))
+    return structure == scan.structure and all(a is b for a, b in zip(leaves, scan.leaves, strict=True))
+
+
+def _are_held(origin: Callable[..., Any], tensors: list[torch.Tensor]) -> bool:
+    """Whether an argument is part of a tensor that the callable reaches by itself."""
+    reach = Reach(origin)
+    held = [link.value for link in reach.links]
+    held += [t for m in reach.modules for t in (*m._parameters.values(), *m._buffers.values())]
+    handles = {storage_handle(t) for t in held if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+    return any(storage_handle(t) in handles for t in tensors)
+
+
+def _from_static(output: Any, static: StaticCall, scan: Scan, padded: Padded | None, trace: Trace, written: set[int]) -> Any:
+    with torch.no_grad():
+        for i in written - static.unwritable:
+            scan.tensors[i].copy_(static.live_part(i, scan.tensors[i]))
+    outside = {h: t for h, t in trace.externals.items() if h not in {storage_handle(b) for b in static.buffers}}
+    return Outputs(output, static.buffers, outside).copied(
+        scan.tensors, None if padded is None else functools.partial(cut, axes=padded.axes)
+    )
+
+
+def _is_written(tensor: torch.Tensor, version: int | None, trace: Trace) -> bool:
+    return storage_handle(tensor) in trace.written or _version(tensor) != version
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _hand_over(lane: Lane, output: Any) -> None:
+    """The trace ran on the lane's stream; its results are used on the caller's."""
+    stream = lane.device.current_stream()
+    if stream is None or stream == lane.stream:
+        return
+    for leaf in flatten(output)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+            leaf.record_stream(stream)

@@ -1,0 +1,198 @@
+"""One recorded call of `segue.graph`: its static inputs, and a replay that behaves as an eager call.
+
+A recording reads its arguments at fixed addresses, so each distinct tensor of a call has one buffer, refreshed at every
+call by a grouped copy. What the pass writes into an argument is copied back, so the caller sees it as after an eager
+call: which arguments those are the trace says, and where breaks run, the buffers' version counters.
+
+What one buffer a tensor cannot express is told before the replay (`cannot_answer`): arguments that overlap each other
+where one is written, or that overlap an outside tensor of the recording where either is.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from segue._compat import data_address, storage_handle
+from segue.backends.base import Replayable
+from segue.graph import Call, calling
+from segue.graph.audit import Audit
+from segue.graph.lease import Cut, Outputs
+from segue.graph.tree import Spec, unflatten
+from segue.observe.decision import GraphRecord, Reason
+from segue.runners.call_key import Scan, dense_strides, extent, static_strides
+from segue.runners.call_padding import Padded
+
+
+class StaticCall:
+    """Buffers for the tensors of one key. Owns them; normal tensors, whatever the caller's modes are."""
+
+    def __init__(self, scan: Scan, padded: Padded | None) -> None:
+        structure, parts, alias, device, modes = scan.key
+        self.is_inference = bool(modes[0])
+        self.device: torch.device = device
+        self.firsts = list(alias[:-1]) if alias is not None else list(range(len(scan.tensors)))
+        self.overlaps = bool(alias[-1]) if alias is not None else False
+        self.distinct = [i for i in range(len(scan.tensors)) if self.firsts[i] == i]
+        self._leaves, self._places, self._structure = scan.leaves, scan.places, structure
+        made: dict[int, torch.Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for i in self.distinct:
+                shape, dtype, order = parts[scan.places[i]]
+                grown = None if padded is None else padded.shapes[i]
+                size = tuple(shape if grown is None else grown)
+                stride = static_strides(scan.tensors[i], order) if grown is None else dense_strides(size, order)
+                made[i] = torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+        self.unwritable = {i for i in self.distinct if parts[scan.places[i]][2] and min(parts[scan.places[i]][2]) < 0}
+        self.buffers = [made[first] for first in self.firsts]
+        self._pads = [] if padded is None else [(i, *padded.fills[i]) for i in self.distinct if padded.shapes[i] is not None]
+        self._groups = self._group([self.buffers[i] for i in self.distinct])
+        self._by_size: dict[Any, Any] = {}
+        self.args, self.kwargs = self._arguments()
+        self._leaves = None
+
+    def is_like(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the live tensors lie as the buffers do, so that a pass over them tells of a pass over the buffers."""
+        return all(t.shape == b.shape and t.stride() == b.stride() for t, b in zip(tensors, self.buffers, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.buffers[i].nbytes for i in self.distinct)
+
+    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies a live call in; rows beyond the live ones get their filling."""
+        groups = self._groups
+        if self._pads:
+            sizes = tuple([tensors[i].shape[dim] for i, dim, _ in self._pads])
+            found = self._by_size.get(sizes)
+            if found is None:
+                found = self._by_size[sizes] = self._fit(sizes)
+            groups, tails = found
+            for tail, fill in tails:
+                tail.fill_(fill)
+        for into, places in groups:
+            torch._foreach_copy_(into, [tensors[i] for i in places])
+
+    def _fit(self, sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        heads, tails = {i: self.buffers[i] for i in self.distinct}, []
+        with torch.inference_mode(False), torch.no_grad():
+            for (i, dim, fill), real in zip(self._pads, sizes, strict=True):
+                rung = heads[i].shape[dim]
+                if real < rung:
+                    tails.append((heads[i].narrow(dim, real, rung - real), fill))
+                    heads[i] = heads[i].narrow(dim, 0, real)
+        return self._group([heads[i] for i in self.distinct]), tails
+
+    def _group(self, destinations: list[torch.Tensor]) -> list[tuple[list[torch.Tensor], list[int]]]:
+        groups: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+        for place, tensor in zip(self.distinct, destinations, strict=True):
+            if tensor.numel():
+                into, places = groups.setdefault(tensor.dtype, ([], []))
+                into.append(tensor)
+                places.append(place)
+        return list(groups.values())
+
+    def live_part(self, index: int, live: torch.Tensor) -> torch.Tensor:
+        """What of a buffer belongs to the live tensor."""
+        part = self.buffers[index]
+        for dim, size in enumerate(live.shape):
+            if part.shape[dim] != size:
+                part = part.narrow(dim, 0, size)
+        return part
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self._leaves)
+        for place, buffer in zip(self._places, self.buffers, strict=True):
+            leaves[place] = buffer
+        if not isinstance(self._structure, Spec):
+            return tuple(leaves), {}
+        args, kwargs = unflatten(self._structure, iter(leaves))
+        return args, kwargs
+
+
+class CallGraph:
+    """A recording with what its calls need. Guarded by the lane's lock; owns the recording until `close`."""
+
+    def __init__(self, graph: Replayable, static: StaticCall, written: set[int], audit: Audit) -> None:
+        recording = graph.recording  # type: ignore[attr-defined]
+        buffers = {storage_handle(b): i for i, b in enumerate(static.buffers)}
+        outside = {h: t for h, t in recording.externals.items() if h not in buffers}
+        self.graph = graph
+        self.static = static
+        self.audit = audit
+        self.outputs = Outputs(recording.output, static.buffers, outside)
+        self.record: GraphRecord = graph.record
+        self.record.static_bytes = static.nbytes
+        self.has_breaks = bool(recording.breaks)
+        if self.has_breaks and static.is_inference:  # no version counter moves there, so what a body may write it wrote
+            reached = {storage_handle(t) for b in recording.breaks for t in b.tensors if t.layout is torch.strided}
+            written = written | {i for h, i in buffers.items() if h in reached}
+        self.written = sorted(written)
+        self.outside_written = {h: t for h, t in recording.written.items() if h not in buffers}
+        self.difference = recording.difference
+        self.breaks = recording.breaks
+        self._replay = graph.replay
+        self._watched = self._ranges(outside)
+        self._exact = self.outputs.needs_strides
+
+    def _ranges(self, outside: dict[int, torch.Tensor]) -> tuple[list[int], list[int]]:
+        """Memory of outside tensors that an argument must not be part of."""
+        if not (self.written or self.has_breaks):
+            outside = {h: t for h, t in outside.items() if h in self.outside_written}
+        spans: list[tuple[int, int]] = []
+        for tensor in outside.values():
+            if tensor.numel():
+                start = data_address(tensor) - int(tensor.storage_offset()) * tensor.itemsize
+                spans.append((start, start + int(tensor.untyped_storage().nbytes())))
+        spans.sort()
+        return [a for a, _ in spans], [b for _, b in spans]
+
+    def cannot_answer(self, tensors: Sequence[torch.Tensor]) -> Reason | None:
+        """Why this call's arguments do not fit static buffers, if so."""
+        if self.static.overlaps and (self.written or self.has_breaks):
+            return Reason.ALIASED_INPUTS
+        for place in self._exact:
+            if tensors[place].stride() != self.static.buffers[place].stride() or self.static.firsts[place] != place:
+                return Reason.ALIASED_INPUTS
+        starts, ends = self._watched
+        if starts:
+            for tensor in tensors:
+                address = tensor.data_ptr()
+                at = bisect.bisect_left(starts, address + extent(tensor)) - 1
+                if at >= 0 and address < ends[at]:
+                    return Reason.ALIASED_INPUTS
+        return None
+
+    def run(self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Loads, replays, and writes back. Hold the lane."""
+        static = self.static
+        static.load(tensors)
+        if not self.has_breaks:
+            self._replay()
+            if self.written:
+                self._write_back(self.written, tensors)
+            return
+        counters: list[Any] = static.buffers
+        before = [counters[i]._version for i in static.distinct]
+        try:
+            with calling(Call(args, kwargs)):
+                self._replay()
+        finally:
+            changed = {i for i, v in zip(static.distinct, before, strict=True) if counters[i]._version != v}
+            self._write_back(sorted(changed.union(self.written)), tensors)
+
+    def _write_back(self, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for i in places:
+                if i in self.static.unwritable:  # expanded: eager refuses to write it too
+                    continue
+                tensors[i].copy_(self.static.live_part(i, tensors[i]))
+
+    def result(self, tensors: Sequence[torch.Tensor], cut: Cut | None) -> Any:
+        return self.outputs.copied(tensors, cut)
+
+    def close(self) -> None:
+        self.graph.close()

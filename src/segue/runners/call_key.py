@@ -1,0 +1,185 @@
+"""The key of a call: everything that decides which recording may answer it.
+
+Structure of the arguments; each tensor's shape, dtype, device and stride order; which arguments are one tensor; every
+plain value by type and value; the modes that select kernels. Never an `id`: a plain value must say by itself whether it
+equals another, otherwise the call has no key and runs eagerly.
+
+This is the hot path: one pass over the arguments, one tuple. `scan` knows flat positional arguments at sight and takes
+anything else apart with `graph.tree`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from itertools import pairwise
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from segue.graph.modes import kernel_modes
+from segue.graph.tree import flatten
+from segue.observe.decision import Reason
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_BY_VALUE = frozenset({int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format})
+_INEXACT = frozenset({float, complex})  # nan differs from itself, and 0.0 equals -0.0
+_BY_IDENTITY: Any = object.__eq__
+
+
+_SPARE_BYTES = 1 << 20
+
+
+class Scan(NamedTuple):
+    """One call taken apart. `reason` says why it has no key. `leaves` are all, `places` says which are tensors."""
+
+    key: Any
+    reason: Reason | None
+    leaves: Any
+    tensors: list[torch.Tensor]
+    places: list[int]
+    structure: Any
+
+
+def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch.device]) -> Scan:
+    """The key of a call. `home` says where a call without tensors runs."""
+    leaves, structure = args, len(args)  # type: Any, Any
+    if kwargs or not _are_leaves(args):
+        leaves, structure = flatten((args, kwargs))
+    parts: list[Any] = []
+    found: list[torch.Tensor] = []
+    places: list[int] = []
+    device = None
+    reason: Reason | None = None
+    for place, leaf in enumerate(leaves):
+        kind = type(leaf)
+        if kind in _TENSORS:
+            if leaf.is_contiguous():
+                parts.append((leaf.shape, leaf.dtype, False))
+            elif leaf.layout is not torch.strided:
+                reason = Reason.UNHASHABLE_ARGUMENT
+                continue
+            else:
+                parts.append((leaf.shape, leaf.dtype, stride_order(leaf)))
+            if device is None:
+                device = leaf.device
+            elif device != leaf.device:
+                reason = Reason.OTHER_DEVICE
+            if leaf.is_conj() or leaf.is_neg():
+                reason = Reason.UNHASHABLE_ARGUMENT
+            found.append(leaf)
+            places.append(place)
+        elif kind in _BY_VALUE:
+            parts.append((kind, leaf))
+        elif kind in _INEXACT:
+            parts.append((kind, repr(leaf)))
+        elif has_value(leaf):
+            parts.append((kind, leaf))
+        else:
+            reason = Reason.UNHASHABLE_ARGUMENT
+    if device is None:
+        device = home()
+    if device.type not in ("cpu", "cuda"):
+        reason = reason or Reason.OTHER_DEVICE
+    if reason is not None:
+        return Scan(None, reason, leaves, found, places, structure)
+    alias = aliases(found) if len(found) > 1 else None
+    key = structure, tuple(parts), alias, device, kernel_modes(device.type)
+    return Scan(key, None, leaves, found, places, structure)
+
+
+_LEAF_KINDS = _TENSORS | _BY_VALUE | _INEXACT
+
+
+def _are_leaves(args: tuple[Any, ...]) -> bool:
+    return all([type(arg) in _LEAF_KINDS for arg in args])
+
+
+def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the outermost to the innermost, each expanded one as a negative number."""
+    strides, sizes = tensor.stride(), tensor.shape
+    order = sorted(range(len(strides)), key=lambda d: (-strides[d], -sizes[d]))
+    return tuple([-1 - d if strides[d] == 0 and sizes[d] > 1 else d for d in order])
+
+
+def static_strides(tensor: torch.Tensor, order: Any) -> tuple[int, ...]:
+    """Strides of a buffer that stands for a tensor: its own, where that is possible and not wasteful, so that kernels see
+    what they see in eager; otherwise without gaps."""
+    size = tuple(tensor.shape)
+    if order is False or min(order) < 0 or extent(tensor) > 2 * tensor.nbytes + _SPARE_BYTES:
+        return dense_strides(size, order)
+    inner = 1
+    for dim in reversed(order):
+        if tensor.stride(dim) < inner and size[dim] > 1:  # it overlaps itself
+            return dense_strides(size, order)
+        inner = tensor.stride(dim) * size[dim]
+    return tensor.stride()
+
+
+def dense_strides(size: tuple[int, ...], order: Any) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose dimensions lie in `order`; False for the ordinary order."""
+    dims = range(len(size)) if order is False else [-1 - d if d < 0 else d for d in order]
+    strides, step = [0] * len(size), 1
+    for dim in reversed(dims):
+        strides[dim] = step
+        step *= max(size[dim], 1)
+    return tuple(strides)
+
+
+def aliases(tensors: list[torch.Tensor]) -> Any:
+    """None where no two share memory. Otherwise for each tensor the place of the first one that is the same, and True at
+    the end where some overlap without being the same."""
+    ranges = sorted([(t.data_ptr(), t.nbytes, i) for i, t in enumerate(tensors)])
+    is_disjoint = True
+    end = 0
+    for start, nbytes, index in ranges:
+        if start < end and nbytes:
+            is_disjoint = False
+            break
+        tensor = tensors[index]
+        end = max(end, start + (nbytes if tensor.is_contiguous() else extent(tensor)))
+    return None if is_disjoint else _alias_groups(tensors)
+
+
+def _alias_groups(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    firsts: dict[Any, int] = {}
+    first = [
+        firsts.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else i, i) for i, t in enumerate(tensors)
+    ]
+    distinct = sorted([(t.data_ptr(), extent(t)) for i, t in enumerate(tensors) if first[i] == i and t.numel()])
+    overlaps = any(a + n > b for (a, n), (b, _) in pairwise(distinct))
+    return (*first, overlaps)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element."""
+    if tensor.numel() == 0:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) + 1) * tensor.itemsize
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a leaf of a result is a tensor, or a value that is the same at every call of one key."""
+    return type(leaf) in _LEAF_KINDS or isinstance(leaf, torch.Tensor) or has_value(leaf)
+
+
+def has_value(leaf: Any) -> bool:
+    """Whether a plain object says by itself what equals it. Enumeration members, classes and functions without a
+    closure are constants of the program."""
+    kind = type(leaf)
+    if isinstance(leaf, (enum.Enum, type, BuiltinFunctionType)):
+        return True
+    if isinstance(leaf, FunctionType):
+        return leaf.__closure__ is None and leaf.__defaults__ is None
+    if isinstance(leaf, (torch.Tensor, torch.nn.Module, torch.Generator)) or kind.__eq__ is _BY_IDENTITY:
+        return False
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    equal: Callable[[Any], Any] = leaf.__eq__
+    try:
+        return equal(leaf) is True
+    except (RuntimeError, ValueError, TypeError):
+        return False

@@ -1,0 +1,149 @@
+"""What is known of each key of a `segue.graph`: seen so far, recorded, refused for which reason, and for how long.
+
+Recordings are bounded in number and bytes. When one too many is wanted, the least valuable goes: recent calls times the
+work that a replay saves (counted in operations, each a launch). Counts age, so a shape that was busy long ago gives way;
+a newcomer must have been busier than the one it replaces, so that many rare shapes cannot drive each other out for ever.
+
+Evicting one recording frees its executable graph and its static inputs. The pool's memory is shared by the lane's
+recordings and stays; it goes when the last recording does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from segue.memory.lane import Lane
+from segue.observe.decision import Decision, Reason
+from segue.runners.call_graph import CallGraph
+from segue.shapes.key import ShapeKey
+
+FIRST_RETRY = 64
+"""calls of a key until a failed capture is tried again; twice as many after each further failure"""
+LAST_RETRY = 1 << 20
+MIN_KEYS = 1024
+_MANY_REBOUNDS = 4
+_AGE_AFTER = 256
+_MOST_RECENT = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One key. `wait` counts the calls that still run eagerly before the next attempt."""
+
+    shape: ShapeKey
+    graph: CallGraph | None = None
+    decision: Decision | None = None
+    seen: int = 0
+    recent: int = 0
+    operations: int = 0
+    reason: Reason = Reason.FIRST_SEEN
+    detail: str = ""
+    wait: int = 0
+    failures: int = 0
+    rebounds: int = 0
+    replays: int = 0
+    since_capture: int = 0
+    effects: tuple[str, ...] = ()
+    verified: int = 0
+    unverified: str = ""
+
+    def refuse(self, reason: Reason, detail: str) -> None:
+        """Remembers why there is no recording, and for how many calls."""
+        self.reason, self.detail = reason, detail
+        self.wait = min(FIRST_RETRY << self.failures, LAST_RETRY)
+        self.failures += 1
+
+    def hurry(self, min_hits: int) -> None:
+        """The next call is recorded, whatever was refused before."""
+        self.seen, self.wait, self.reason = max(self.seen, min_hits), 0, Reason.FIRST_SEEN
+        self.recent += _MOST_RECENT
+
+    def note_rebound(self) -> None:
+        """This call runs eagerly and the next one is recorded; where it happens again and again, a later one."""
+        self.rebounds += 1
+        self.detail = "a parameter, buffer or tensor that it reads lies elsewhere now"
+        self.wait = 1 if self.rebounds < _MANY_REBOUNDS else min(8 << (self.rebounds - _MANY_REBOUNDS), LAST_RETRY)
+
+    @property
+    def value(self) -> int:
+        return self.recent * max(self.operations, 1)
+
+
+class CallStore:
+    """Owns every recording of one callable on one device. Changes happen with the device's lane held."""
+
+    def __init__(self, max_graphs: int, budget: int | None, lane: Lane, *, may_reset: bool) -> None:
+        self.entries: dict[Any, Entry] = {}
+        self.recorded: dict[Entry, CallGraph] = {}
+        self.evictions = 0
+        self.max_graphs = max_graphs
+        self.budget = budget
+        self.lane = lane
+        self._may_reset = may_reset
+        self._max_keys = max(MIN_KEYS, 4 * max_graphs)
+        self._cold_calls = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """The lane's pools, driver memory and static inputs."""
+        records = [graph.record for graph in list(self.recorded.values())]
+        return self.lane.reserved_bytes + sum(r.driver_bytes + r.static_bytes for r in records)
+
+    def add(self, key: Any, entry: Entry) -> Entry:
+        """Takes a new key; rare unrecorded ones are forgotten where there are too many."""
+        if len(self.entries) >= self._max_keys:
+            idle = sorted((e.recent, i, k) for i, (k, e) in enumerate(list(self.entries.items())) if e.graph is None)
+            for _, _, old in idle[: max(len(idle) // 2, 1)]:
+                self.entries.pop(old, None)
+        return self.entries.setdefault(key, entry)
+
+    def note_cold(self, entry: Entry) -> None:
+        """Counts a call that was not replayed; all counts age with these."""
+        entry.recent += 1
+        self._cold_calls += 1
+        if self._cold_calls % _AGE_AFTER == 0:
+            for other in list(self.entries.values()):
+                other.recent = min(other.recent, _MOST_RECENT) // 2
+
+    def has_room(self, entry: Entry) -> bool:
+        """Whether `entry` may be recorded, another one making room if need be."""
+        return len(self.recorded) < self.max_graphs or self._victim(entry) is not None
+
+    def put(self, entry: Entry, graph: CallGraph) -> None:
+        """Takes a new recording; what is one too many, or over the budget, is closed, the new one too if it must be."""
+        while len(self.recorded) >= self.max_graphs:
+            self.drop(self._victim(entry) or min(self.recorded, key=lambda e: e.value), Reason.EVICTED)
+        entry.graph = self.recorded[entry] = graph
+        entry.reason, entry.detail, entry.failures = Reason.EVICTED, "", 0
+        if self.budget is None:
+            return
+        if self.lane.reserved_bytes > self.budget:  # the pool stays until the last recording is gone
+            for other in list(self.recorded):
+                self.drop(other, Reason.OVER_BUDGET if other is entry else Reason.EVICTED)
+            entry.refuse(Reason.OVER_BUDGET, f"its recording grew the pool over the memory budget of {self.budget} bytes")
+        while self.recorded and self.used_bytes > self.budget:
+            least = min(self.recorded, key=lambda e: (e is entry, e.value))
+            self.drop(least, Reason.EVICTED)
+            if least is entry:
+                entry.refuse(Reason.OVER_BUDGET, f"its recording needs more than the memory budget of {self.budget} bytes")
+
+    def drop(self, entry: Entry, reason: Reason) -> None:
+        """Closes one recording; its calls run eagerly for `reason` until it is recorded again."""
+        graph = self.recorded.pop(entry)
+        entry.graph, entry.reason = None, reason
+        if reason in (Reason.EVICTED, Reason.OVER_BUDGET):
+            self.evictions += 1
+        graph.close()
+        if not self.recorded and self._may_reset:
+            self.lane.release()
+
+    def close(self) -> None:
+        for entry in list(self.recorded):
+            self.drop(entry, Reason.DISABLED)
+
+    def _victim(self, entry: Entry) -> Entry | None:
+        least = min(list(self.recorded), key=lambda e: e.value, default=None)
+        if least is None:
+            return None
+        return least if least.value < entry.recent * (entry.operations or least.operations or 1) else None

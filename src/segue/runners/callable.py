@@ -1,0 +1,192 @@
+"""`segue.graph`: any callable, recorded once for each kind of call and replayed from then on.
+
+This is what the user holds: it looks like what it wraps (a function's signature, a module's attributes, a method of each
+object), and it can be asked what it does and what it costs. The way of a call stands in `call_runner`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from segue.errors import CaptureError, CaptureNotAllowed
+from segue.runners.call_options import Options
+from segue.runners.call_report import CallCaptureReport, CallDecision, CallReport, GraphRow
+from segue.runners.call_runner import CallRunner, disabled
+from segue.runners.call_store import Entry
+
+
+class GraphedCallable:
+    """A callable with its recordings; made by `segue.graph`. Owns them, its lanes and their memory until `close`."""
+
+    _function: Callable[..., Any]
+    _runner: CallRunner
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        self._is_module = isinstance(function, torch.nn.Module)
+        self._function = function
+        self._options = options
+        self._attribute: str | None = None
+        self._name = getattr(function, "__qualname__", None) or type(function).__qualname__
+        self._runner = CallRunner(function, self._name, options)
+        if not self._is_module:
+            functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.call(args, kwargs)
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain function, whatever was recorded. Counts nothing."""
+        return self._runner.run(*args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> CallDecision:
+        """What `step(*args, **kwargs)` would do now, and why. Runs nothing and counts nothing."""
+        found = self._runner.find(args, kwargs)
+        axes = found.padded.axes if found.padded is not None else ()
+        real, rung = sum(a.real for a in axes), sum(a.rung for a in axes)
+        why = self._runner.refusal(found)
+        if why is not None:
+            return CallDecision(None, "disabled", why[0], real, real, why[1])
+        assert found.entry is not None
+        return CallDecision(found.entry.shape, self._options.backend, None, real, rung, "; ".join(found.entry.effects))
+
+    def capture(self, *args: Any, **kwargs: Any) -> CallCaptureReport:
+        """One real call, recorded now if it can be; `.output` is its answer.
+
+        Raises:
+            CaptureNotAllowed: after `freeze`.
+        """
+        if self._runner.is_frozen:
+            raise CaptureNotAllowed(f"{self._name} was to be captured although step.freeze() was called")
+        entry = self._runner.find(args, kwargs).entry
+        before = None if entry is None else entry.graph
+        if entry is not None and entry.graph is None:
+            entry.hurry(self._options.min_hits)
+        report = CallCaptureReport(output=self(*args, **kwargs))
+        report.decision = self.explain(*args, **kwargs)
+        if entry is not None and entry.graph is not None and entry.graph is not before:
+            record = entry.graph.record
+            report.records.append(record)
+            report.seconds = record.warmup_s + record.capture_s
+        elif entry is not None and entry.graph is None:
+            report.failures.append((entry.shape, CaptureError(f"{entry.reason}: {entry.detail}")))
+        return report
+
+    def report(self) -> CallReport:
+        """What every recording costs, how calls were answered, and which keys run eagerly and why."""
+        runner = self._runner
+        entries: list[Entry] = []
+        pool_bytes = used_bytes = evictions = 0
+        for site in list(runner.sites.values()):
+            pool_bytes += site.lane.reserved_bytes
+            used_bytes += site.store.used_bytes
+            evictions += site.store.evictions
+            entries += list(site.store.entries.values())
+        rows = [row for row in map(_row, entries) if row is not None]
+        refused = [(str(e.shape), str(e.reason), e.detail) for e in entries if e.graph is None and e.detail]
+        return CallReport(
+            name=self._name,
+            backend=self._options.backend,
+            rows=tuple(rows),
+            replays=sum(entry.replays for entry in entries),
+            captures=runner.captures,
+            evictions=evictions,
+            eager={str(reason): count for reason, count in runner.eager.items()},
+            refused=tuple(refused),
+            pool_bytes=pool_bytes,
+            used_bytes=used_bytes,
+            budget_bytes=self._options.budget_bytes,
+        )
+
+    def freeze(self) -> None:
+        """From now on nothing is recorded: calls without a recording run eagerly (`not_captured`)."""
+        self._runner.is_frozen = True
+
+    def close(self) -> None:
+        """Closes every recording and gives their memory back. Later calls run eagerly (`disabled`)."""
+        self._runner.close()
+
+    def __enter__(self) -> GraphedCallable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- being what it wraps ------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The wrapped module.
+
+        Raises:
+            AttributeError: a function is wrapped.
+        """
+        if not self._is_module:
+            raise AttributeError("a function is wrapped")
+        return self._function  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_function" not in self.__dict__:
+            raise AttributeError(name)
+        if name == "module":
+            raise AttributeError(f"{self._name} wraps a function, not a module")
+        return getattr(self.__dict__["_function"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or not self.__dict__.get("_is_module"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._function, name, value)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A method's own wrapper, one an object: kept in the object under the method's name."""
+        if instance is None or self._is_module:
+            return self
+        bound = GraphedCallable(MethodType(self._function, instance), self._options)
+        if self._attribute is not None:
+            instance.__dict__[self._attribute] = bound
+        return bound
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
+        """A wrapper of the copied callable, with no recordings."""
+        return GraphedCallable(copy.deepcopy(self._function, memo), self._options)
+
+    def __reduce__(self) -> Any:
+        return GraphedCallable, (self._function, self._options)
+
+    def __repr__(self) -> str:
+        return f"segue.graph({self._name}, backend={self._options.backend!r})"
+
+
+def _row(entry: Entry) -> GraphRow | None:
+    graph = entry.graph
+    if graph is None:
+        return None
+    difference = "" if graph.difference is None else f"{graph.difference.traced} -> {graph.difference.captured}"
+    return GraphRow(graph.record, entry.replays, entry.effects, entry.verified, entry.unverified, difference)
+
+
+def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Wraps a callable or module so that its device work is recorded and replayed. Also a decorator, bare or with options,
+    on functions and methods. See `Options` for what can be given.
+
+    Raises:
+        TypeError, ConfigError: an option is unknown or invalid.
+    """
+    checked = Options(**options)
+    if function is None:
+        return lambda f: graph(f, **options)
+    if not callable(function):
+        raise TypeError(f"segue.graph wraps callables, not {type(function).__name__}")
+    return GraphedCallable(function, checked)
+
+
+__all__ = ["GraphedCallable", "disabled", "graph"]
