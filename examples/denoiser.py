@@ -8,10 +8,8 @@ neither ever sees the other's. The loop's step number enters as a tensor: as a p
 
 from __future__ import annotations
 
-import argparse
-
 import torch
-from common import compare
+from common import compare, run
 from torch import nn
 
 import segue
@@ -71,6 +69,4 @@ def main(device: str = "cpu", decisions: int = 6) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    main(parser.parse_args().device)
+    run(main)

@@ -8,10 +8,8 @@ it every batch size would be a shape of its own.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
-from common import compare
+from common import compare, run
 from torch import nn
 
 import segue
@@ -50,6 +48,4 @@ def main(device: str = "cpu", calls: int = 60) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    main(parser.parse_args().device)
+    run(main)

@@ -8,11 +8,9 @@ recording are those that eager would make with the same seed.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 import torch.nn.functional as F
-from common import compare
+from common import compare, run
 from torch import nn
 
 import segue
@@ -81,6 +79,4 @@ def main(device: str = "cpu") -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    main(parser.parse_args().device)
+    run(main)
