@@ -66,7 +66,7 @@ def main() -> None:
     with torch.inference_mode():
         step = segue.graph(model)
         step.capture(*inputs)
-        site = next(iter(step._runner.sites.values()))
+        site = next(iter(step._dispatch.sites.values()))
         graph = next(iter(site.store.recorded.values()))
         static = graph.static.buffers
         replay = graph.graph.replay
@@ -87,7 +87,7 @@ def main() -> None:
             "key of the arguments": lambda: scan(inputs, {}, lambda: device),
             "  of that, modes that select kernels": lambda: kernel_modes(device.type),
             "looking the key up": lambda: entries.get(key),
-            "all that before the recording": lambda: step._runner.find(inputs, {}),
+            "all that before the recording": lambda: step._dispatch.find(inputs, {}),
             "parameters, buffers, attributes unmoved": graph.audit.holds,
             "arguments fit static inputs": lambda: graph.cannot_answer(call.tensors),
             "taking and leaving the lane": lane,

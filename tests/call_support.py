@@ -39,7 +39,7 @@ def check_calls(
         same(got, expected)
         same(ours, theirs)
         kept.append((got, copy.deepcopy(expected)))
-        for site in step._runner.sites.values():
+        for site in step._dispatch.sites.values():
             churn(site.lane.device, collect=False)
             fill = getattr(site.lane.pool, "fill_free_memory", None)
             if fill is not None:

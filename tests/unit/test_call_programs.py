@@ -159,8 +159,8 @@ def check(steps: list[tuple[str, int, int]], calls: list[tuple[int, bool, str]],
             written = [*args, ours.state, ours.held[0]]
             if not any(_shares(leaf, written) for leaf in _tensors(got)):
                 kept.append((got, [t.clone() for t in _tensors(got)]))
-        churn(step._runner.sites[torch.device("cpu")].lane.device, collect=False) if step._runner.sites else None
-        for site in step._runner.sites.values():
+        churn(step._dispatch.sites[torch.device("cpu")].lane.device, collect=False) if step._dispatch.sites else None
+        for site in step._dispatch.sites.values():
             poison(site.lane)
     for got, values in kept:
         same(_tensors(got), values)

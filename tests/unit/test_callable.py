@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import pickle
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -82,6 +83,32 @@ def test_a_method_has_recordings_for_each_object_and_none_keeps_it_alive(new: An
     del objects[0], scaler
     gc.collect()
     assert seen() is None
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.randn(3))
+
+    @segue.graph
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def test_copies_of_an_object_do_not_share_its_methods_recordings(new: Any) -> None:
+    model = Model()
+    x = torch.randn(3)
+    for _ in range(3):
+        same(model.step(x), x * model.by)
+    for copied in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied.by = torch.nn.Parameter(torch.randn(3))
+        copied._parameters = dict(copied._parameters)
+        for _ in range(3):
+            same(copied.step(x), x * copied.by)
+        assert copied.step.report().replays == 1
+    whole = segue.graph(torch.nn.Linear(2, 2))
+    again = pickle.loads(pickle.dumps(whole))
+    same(again(torch.ones(1, 2)), whole(torch.ones(1, 2)))
 
 
 def test_a_modules_attributes_pass_through(device: Device, new: Any) -> None:
@@ -341,6 +368,20 @@ def test_tensors_of_other_devices_run_eagerly(new: Any) -> None:
     assert eager_reasons(step) == {"other_device": 3}
 
 
+def test_no_argument_and_no_result_is_kept_alive(new: Any) -> None:
+    body = segue.eager_on_graph(lambda y, o: (y + 1, o[0]))
+    step = segue.graph(lambda x, options: body(x * 2, options["t"])[0] - 1)
+    seen = []
+    for _ in range(4):
+        x, other = new(3), new(2)
+        y = step(x, {"t": [other]})
+        seen += [weakref.ref(t) for t in (x, other, y)]
+        del x, other, y
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * len(seen)
+    assert step.report().replays == 2
+
+
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -547,6 +588,15 @@ def test_random_draws_are_eagers(new: Any) -> None:
         expected = [f(x), f(x), torch.rand(3)]
         torch.manual_seed(seed)
         same([step(x), step(x), torch.rand(3)], expected)
+
+
+def test_a_generator_in_a_closure_draws_as_in_eager() -> None:
+    ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    step = segue.graph(lambda x: x + torch.rand(3, generator=ours))
+    for _ in range(5):
+        x = torch.randn(3)
+        same(step(x), x + torch.rand(3, generator=theirs))
+    assert step.report().replays == 3
 
 
 @pytest.mark.parametrize(("verify", "expected"), [("first", 1), ("every:2", 2)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import segue
+from segue.errors import CaptureError
 from segue.memory.lane import Lane
 from tests_support import check_against_eager, churn, poison, record, replay
 
@@ -164,3 +165,28 @@ def test_f18_f19_what_a_recording_reads_from_outside_is_kept_alive(lane: Lane) -
         churn(lane.device)
         expected = (x @ expected_from[0] + expected_from[1]) * expected_from[1]
         assert torch.equal(replay(lane, recorded), expected)
+
+
+def test_f19_an_output_of_another_recording_is_never_taken_for_own_memory(lane: Lane) -> None:
+    x = torch.randn(8, 8, device=lane.device.device)
+    first = record(lane, lambda: x * 2)
+    with lane.exclusive():
+        leased = first.replay()
+    for backend in ("full", "breakable"):
+        body = segue.eager_on_graph(lambda y: y + 1)
+        with pytest.raises(CaptureError, match="memory of its own lane"):
+            record(lane, lambda body=body: body(leased) + leased, backend)
+    kept = leased.clone()
+    check_against_eager(lane, record(lane, lambda: kept + x), lambda: kept + x, [x])
+
+
+def test_f19_an_outside_tensor_that_only_the_capture_reads_is_kept_alive(lane: Lane) -> None:
+    x = torch.randn(8, 8, device=lane.device.device)
+    held = [torch.full((8, 8), 3.0, device=lane.device.device), torch.full((8, 8), 5.0, device=lane.device.device)]
+    runs = iter(range(9))
+    recorded = record(lane, lambda: x * held[next(runs) % 2])  # the trace reads the first, the capture the second
+    held.clear()
+    for _ in range(3):
+        churn(lane.device)
+        assert torch.equal(replay(lane, recorded), x * 5.0)
+    assert recorded.recording.difference is None

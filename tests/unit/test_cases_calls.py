@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import random
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -310,6 +311,34 @@ def test_f17_an_attribute_that_changes_at_each_call_is_named_and_never_holds_mem
     assert "Running.calls" in str(step.report())
 
 
+def test_f17_the_search_runs_no_code_of_the_users_containers(new: Any) -> None:
+    class Makes(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: Any) -> Any:
+            raise AssertionError("asked for an item")
+
+    class Odd(dict):  # type: ignore[type-arg]
+        def get(self, key: Any) -> Any:  # type: ignore[override]
+            raise AssertionError("asked for an item")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.makes, self.odd, self.ordered = Makes(a=1), Odd(a=1), OrderedDict(a=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.odd["b"] = 2
+            self.ordered["b"] = self.ordered.get("b", 0) + 1
+            return x + 1
+
+    model = Model()
+    step = segue.graph(model)
+    for i in range(1, 5):
+        x = new(3)
+        same(step(x), x + 1)
+        assert list(model.ordered.items()) == [("a", 1), ("b", i)] and dict(model.odd) == {"a": 1, "b": 2}
+    assert "ordered.b" in str(step.report())
+
+
 def test_f17_a_counter_in_a_closure_is_found(new: Any) -> None:
     count = 0
 
@@ -443,6 +472,32 @@ def test_f20_tensors_in_attributes_lists_and_globals_are_checked_too(device: Dev
     assert eager_reasons(step)["rebound"] == 3
 
 
+GLOBAL_TABLE = [torch.ones(3)]
+
+
+class ReadsGlobal(torch.nn.Module):
+    table = torch.full((3,), 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.helper(x) * self.table.to(x.device)
+
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        return x + GLOBAL_TABLE[0].to(x.device)
+
+
+def test_f20_globals_that_methods_name_and_tensors_of_classes_are_checked(device: Device, new: Any) -> None:
+    model = ReadsGlobal()
+    step = segue.graph(model)
+    if device.kind == "cuda":
+        pytest.skip("uploads its tables at each call")
+    check_calls(step, model, [((new(3),), {}) for _ in range(3)])
+    GLOBAL_TABLE[0] = torch.full((3,), 4.0)
+    check_calls(step, model, [((new(3),), {}) for _ in range(3)])
+    ReadsGlobal.table = torch.full((3,), 3.0)
+    check_calls(step, model, [((new(3),), {}) for _ in range(3)])
+    assert eager_reasons(step)["rebound"] == 2 and step.report().captures == 3
+
+
 def test_f20_rebinding_again_and_again_settles_for_eager(new: Any) -> None:
     held = [new(3)]
     step = segue.graph(lambda x: x * held[0])
@@ -497,6 +552,27 @@ def test_f22_four_workers_share_one_callable(outputs: str, device: Device) -> No
             future.result()
     report = step.report()
     assert report.captures == 3 and report.replays + sum(report.eager.values()) == 100
+
+
+def test_f22_workers_evict_each_others_recordings(device: Device) -> None:
+    model = mlp(device).requires_grad_(False)
+    body = segue.eager_on_graph(lambda y: y * 2)
+    step = segue.graph(lambda x: body(model(x)) + 1, max_graphs=2)
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        for _ in range(60):
+            x = torch.randn(choose.choice([1, 2, 3, 4, 5]), 4, device=device.device)
+            with torch.no_grad():
+                torch.testing.assert_close(step(x), model(x) * 2 + 1, rtol=0, atol=0)
+            if choose.random() < 0.1:
+                assert len(step.report().rows) <= 2
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(work, seed) for seed in range(4)]:
+            future.result()
+    report = step.report()
+    assert report.replays + sum(report.eager.values()) == 240
 
 
 # -- F24: failures --------------------------------------------------------------------------------------------------------

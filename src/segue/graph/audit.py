@@ -73,7 +73,7 @@ class Audit:
                 and list(map(getitem, self._scalar_holders, self._scalar_keys)) == self._scalars
                 and list(map(_training, self._flag_holders)) == self._flags
             )
-        except (RuntimeError, LookupError, ValueError):  # an entry is gone, or two tensors could not be compared
+        except (RuntimeError, LookupError, TypeError, ValueError):  # an entry is gone, or two tensors could not be compared
             return False
 
     def requires_grad(self) -> bool:

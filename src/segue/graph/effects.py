@@ -32,10 +32,10 @@ class HostState:
         for link in reach.links:
             if isinstance(link.container, Cell) or (isinstance(link.container, dict) and "__builtins__" in link.container):
                 self._entries.append((link.container, link.key, link.value, link.label))
-            elif isinstance(link.container, (dict, list)):
+            elif _is_container(link.container):
                 containers.setdefault(id(link.container), (link.container, link.label.rpartition(".")[0]))
-            for inner in (link.value,) if isinstance(link.value, (list, dict, set)) else ():
-                containers.setdefault(id(inner), (inner, link.label))
+            if _is_container(link.value):
+                containers.setdefault(id(link.value), (link.value, link.label))
             if isinstance(link.value, torch.Tensor):
                 self._note_address(link.value)
         for module in reach.modules:
@@ -46,7 +46,7 @@ class HostState:
                     if isinstance(value, torch.Tensor):
                         self._note_address(value)
             containers.setdefault(id(vars(module)), (vars(module), type(module).__name__))
-        self._copies = [(container, container.copy(), label) for container, label in containers.values()]
+        self._copies = [(container, _copy(container), label) for container, label in containers.values()]
 
     def _note_address(self, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided:
@@ -68,6 +68,16 @@ class HostState:
         return changed
 
 
+def _is_container(value: Any) -> bool:
+    """Lists, sets and dicts whose items are what they hold; subclasses may do as they please in their own methods."""
+    return isinstance(value, (list, set)) or (isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__)
+
+
+def _copy(container: Any) -> Any:
+    kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
+    return kind(container)
+
+
 def _restore(container: Any, copy: Any, label: str) -> list[str]:
     if isinstance(container, list):
         if len(container) == len(copy) and all(map(_is_same, container, copy)):
@@ -85,7 +95,7 @@ def _restore(container: Any, copy: Any, label: str) -> list[str]:
         del container[key]
         changed.append(f"{label}.{key}")
     for key, value in copy.items():
-        if not _is_same(container.get(key, _MISSING), value):
+        if not _is_same(dict.get(container, key, _MISSING), value):
             container[key] = value
             changed.append(f"{label}.{key}")
     return changed

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 _MAX_DEPTH = 12
+_MAX_CODE_DEPTH = 4
+"""how far functions, and the classes of objects, are followed to the globals that they name"""
 _MAX_LINKS = 200_000
 _MAX_ITEMS = 4096
 """longer containers hold data, not structure"""
@@ -88,7 +90,7 @@ class Reach:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._follow(part, depth, parent, label)
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:  # others may make items when asked
             self._visit_items(value, value, depth, parent, label)
         elif isinstance(value, list):
             self._visit_items(value, dict(enumerate(value[:_MAX_ITEMS])), depth, parent, label)
@@ -99,6 +101,7 @@ class Reach:
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
                 self._visit_items(attributes, attributes, depth, parent, label or type(value).__name__)
+            self._visit_class(type(value), depth, parent)
 
     def _visit_module(self, module: torch.nn.Module, depth: int, parent: int | None, label: str) -> None:
         self.modules.append(module)
@@ -108,8 +111,23 @@ class Reach:
         for child_name, child in module._modules.items():
             self._queue.append((child, 1, parent, f"{name}.{child_name}"))
         self._visit_items(vars(module), own, depth, parent, name)
+        self._visit_class(type(module), depth, parent)
+
+    def _visit_class(self, kind: type, depth: int, parent: int | None) -> None:
+        """What the methods of a user's class name, and tensors that are class attributes."""
+        for base in kind.__mro__:
+            if base.__module__.startswith(_LIBRARIES) or id(base) in self._seen or depth > _MAX_CODE_DEPTH:
+                continue
+            self._seen.add(id(base))
+            for name, value in list(vars(base).items()):
+                if isinstance(value, FunctionType):
+                    self._follow(value, max(depth, 1), parent, name)
+                elif isinstance(value, torch.Tensor):
+                    self._link(vars(base), name, value, max(depth, 1), parent, f"{base.__name__}.{name}")
 
     def _visit_function(self, function: FunctionType, depth: int, parent: int | None) -> None:
+        if depth > _MAX_CODE_DEPTH:
+            return
         if function.__module__ is not None and function.__module__.startswith(_LIBRARIES):
             wrapped = getattr(function, "__wrapped__", None)  # a marked function's own wrapper is ours
             if wrapped is not None:

@@ -69,8 +69,11 @@ class Trace:
     written: dict[int, torch.Tensor] = field(default_factory=dict)
     host_reads: list[HostRead] = field(default_factory=list)
     draws_random: bool = False
+    draws_elsewhere: bool = False
+    """whether numbers were drawn on another device, where a recording does not draw again"""
     devices: set[torch.device] = field(default_factory=set)
-    """where the tensors lie that were read from outside, or made"""
+    """where the tensors lie that operations read from outside, or made; of these, `read_devices` of the former"""
+    read_devices: set[torch.device] = field(default_factory=set)
     has_backward: bool = False
     """whether a result, of the pass or of a break, belongs to an autograd graph, which no recording has"""
     shapes: ShapeMemo = field(default_factory=dict)
@@ -197,6 +200,8 @@ class _TraceMode(OperationMode):
         outs = [geometry(t) for t in op.written(args, kwargs)] if op.has_out else None
         key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
         result = self._drawing(op, args, kwargs) if op.is_random and not trace.draws_random else op.overload(*args, **kwargs)
+        if op.is_random and any(t.device != self._device.device for t in tensors(result)):
+            trace.draws_elsewhere = True
         if op.returns_fresh and is_strided(result):
             self._note_results(op, key, result)
         elif outs is not None and key is not None:
@@ -205,13 +210,15 @@ class _TraceMode(OperationMode):
             self._collect(len(trace.operations) - 1, touched(op, args, kwargs, result))
         return result
 
-    def note_read(self, value: Any) -> None:
+    def note_read(self, value: Any, *, by_break: bool = False) -> None:
         for tensor in tensors(value):
             if tensor.layout is not torch.strided:
                 continue
             handle = storage_handle(tensor)
             if handle not in self._inside and handle not in self._trace.externals:
                 self._trace.externals[handle] = tensor.detach()
+            if handle not in self._inside and not by_break:
+                self._trace.read_devices.add(tensor.device)
                 self._trace.devices.add(tensor.device)
 
     def note_made(self, value: Any) -> None:
@@ -276,7 +283,7 @@ class _TraceHandler:
             join(self._device, joins)
             output = note_output(result_spec, results, leaves)
             if watch is not None:
-                watch.note_read(leaves)
+                watch.note_read(leaves, by_break=True)
                 watch.note_made(results)
         self._trace.has_backward = self._trace.has_backward or _has_backward(results)
         scalars = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}

@@ -1,9 +1,9 @@
 """Admitting a call: it is traced, answers its caller with the trace's result, and is captured at once.
 
-Device work runs once. Where the static inputs lie as the live ones do the trace runs on the caller's own tensors, so aliasing, in-place
-writes and results that are arguments are eager's by construction; the capture then runs the body once more on static
-inputs and executes nothing. Whatever goes wrong after the trace, the caller has an answer: the refusal is returned with
-its reason, and what the second run of the body changed in Python is put back.
+Device work runs once. Where the static inputs lie as the live ones do, the trace runs on the caller's own tensors, so
+aliasing, in-place writes and results that are arguments are eager's by construction; the capture then runs the body once
+more on static inputs and executes nothing. Whatever goes wrong after the trace, the caller has an answer: the refusal is
+returned with its reason, and what the second run of the body changed in Python is put back.
 """
 
 from __future__ import annotations
@@ -161,10 +161,11 @@ def _check(
     device = lane.device.device
     foreign = {d for d in trace.devices if d != device and d.type != "meta"}
     if device.type == "cuda":  # small host tensors are made and consumed on the way; outside ones would be frozen
-        outside = {t.device for t in trace.externals.values()}
-        foreign = {d for d in foreign if d.type == "cuda" or d in outside}
+        foreign = {d for d in foreign if d.type == "cuda" or d in trace.read_devices}
     if foreign:
         raise _Refused(Reason.OTHER_DEVICE, f"the pass uses tensors on {', '.join(map(str, foreign))} and on {device}")
+    if trace.draws_elsewhere:
+        raise _Refused(Reason.OTHER_DEVICE, f"random numbers are drawn on another device than {device}")
     if not keeps_arguments(scan, args, kwargs):
         raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
 

@@ -130,16 +130,12 @@ def dense_strides(size: tuple[int, ...], order: Any) -> tuple[int, ...]:
 def aliases(tensors: list[torch.Tensor]) -> Any:
     """None where no two share memory. Otherwise for each tensor the place of the first one that is the same, and True at
     the end where some overlap without being the same."""
-    ranges = sorted([(t.data_ptr(), t.nbytes, i) for i, t in enumerate(tensors)])
-    is_disjoint = True
     end = 0
-    for start, nbytes, index in ranges:
+    for start, nbytes in sorted([(t.data_ptr(), t.nbytes if t.is_contiguous() else extent(t)) for t in tensors]):
         if start < end and nbytes:
-            is_disjoint = False
-            break
-        tensor = tensors[index]
-        end = max(end, start + (nbytes if tensor.is_contiguous() else extent(tensor)))
-    return None if is_disjoint else _alias_groups(tensors)
+            return _alias_groups(tensors)
+        end = start + nbytes
+    return None
 
 
 def _alias_groups(tensors: list[torch.Tensor]) -> tuple[Any, ...]:

@@ -5,8 +5,7 @@ caller and is captured at once (`admission`), later ones replay. What cannot be 
 device work never runs twice. Before each replay the tensors that the recording reads outside its arguments are compared
 with where they were (`graph.audit`).
 
-A call made while this thread is inside another wrapped call runs inline, as part of that one. Thread-safe: calls that
-replay or record are serialised by the device's lane; eager calls are not.
+Thread-safe: calls that replay or record are serialised by the device's lane; eager calls are not.
 """
 
 from __future__ import annotations
@@ -14,41 +13,24 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from segue._compat import is_observed
-from segue.backends import Backend, make_backend
-from segue.device import get_device
 from segue.errors import StrictModeError
 from segue.graph import Call, calling
 from segue.graph.lease import Cut, Lease
-from segue.memory.lane import Lane
 from segue.observe.decision import Reason
 from segue.runners.admission import CHANGED_CONTAINER, Admission, admit, keeps_arguments
-from segue.runners.call_key import Scan, scan
-from segue.runners.call_options import Options
-from segue.runners.call_padding import Padded, Padding, cut, padded_key, shape_key
-from segue.runners.call_store import CallStore, Entry
+from segue.runners.call_dispatch import CallDispatch, Site, plainly_because
+from segue.runners.call_key import Scan
+from segue.runners.call_padding import Padded, cut
+from segue.runners.call_store import Entry
 from segue.runners.verification import unverifiable, verify
 
-_state: ContextVar[Reason | None] = ContextVar("segue_calls_run_plainly_because", default=None)
 _HARMLESS = (Reason.DISABLED, Reason.FIRST_SEEN, Reason.CAPTURING)
 """reasons that strict mode lets pass"""
-
-
-@contextmanager
-def disabled() -> Iterator[None]:
-    """Every `segue.graph` called inside, in this thread or task, runs eagerly: for hunting a bug. Nests."""
-    token = _state.set(Reason.DISABLED)
-    try:
-        yield
-    finally:
-        _state.reset(token)
 
 
 class _Apart(NamedTuple):
@@ -57,47 +39,23 @@ class _Apart(NamedTuple):
     reason: Reason | None
 
 
-class Site:
-    """One device's lane, backend and recordings."""
-
-    def __init__(self, device: torch.device, options: Options) -> None:
-        self.lane = Lane(get_device(device))
-        self.backend: Backend = make_backend(options.backend, self.lane)
-        self.store = CallStore(options.max_graphs, options.budget_bytes, self.lane, may_reset=options.outputs != "view")
-        self.readers: list[Any] = []
-        """streams that leases were named to be read on"""
-
-
-class Found(NamedTuple):
-    """Where a call belongs. Without an `entry` it runs eagerly, for `reason`."""
-
-    scan: Scan | None
-    padded: Padded | None
-    site: Site | None
-    entry: Entry | None
-    reason: Reason | None = None
-    detail: str = ""
-
-
 class CallRunner:
-    """Runs the calls of one function. Owns its sites until `close`."""
+    """Runs the calls of one function; `dispatch` says where each belongs."""
 
-    def __init__(self, function: Callable[..., Any], name: str, options: Options) -> None:
-        self.function = function
-        self.name = name
-        self.options = options
-        self.sites: dict[torch.device, Site] = {}
+    def __init__(self, dispatch: CallDispatch) -> None:
+        self.dispatch = dispatch
+        self.name = dispatch.name
+        self.options = dispatch.options
         self.eager: Counter[Reason] = Counter()
         self.captures = 0
-        self.is_frozen = False
-        self.is_closed = False
-        self.run: Callable[..., Any] = _without_grad(function) if options.inference else function
-        self._padding = Padding(options.pad, function) if options.pad else None
+        self.run: Callable[..., Any] = dispatch.function
+        if self.options.inference:
+            self.run = _without_grad(dispatch.function)
         self._lock = threading.Lock()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to one call."""
-        found = self.find(args, kwargs)
+        found = self.dispatch.find(args, kwargs)
         entry = found.entry
         if entry is None:
             assert found.reason is not None
@@ -110,63 +68,6 @@ class CallRunner:
             if result.reason is not None:
                 return self._plain(result.reason, "", args, kwargs)
         return self._cold(found.site, entry, found.scan, found.padded, args, kwargs)
-
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-        """Where a call belongs, or why it must run eagerly. Runs and counts nothing; a new key gets its entry."""
-        why = _state.get()
-        if why is not None:
-            return Found(None, None, None, None, why)
-        if self.is_closed or self.options.backend == "disabled":
-            return _eagerly(Reason.DISABLED, "step.close() was called" if self.is_closed else "")
-        call = scan(args, kwargs, self._home)
-        if call.reason is not None:
-            return _eagerly(call.reason)
-        if is_observed():
-            return _eagerly(Reason.DEBUG, "a dispatch mode or a transform of torch.func is active")
-        key, padded = call.key, None
-        device = key[3]
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return _eagerly(Reason.CAPTURING, "the current stream is being captured")
-        has_grad = torch.is_grad_enabled() and not self.options.inference
-        if has_grad and any([t.requires_grad for t in call.tensors]):
-            return _eagerly(Reason.AUTOGRAD, _AUTOGRAD)
-        if self._padding is not None:
-            fitted = self._padding.apply(args, kwargs, call.tensors)
-            if isinstance(fitted, Reason):
-                return _eagerly(fitted, "the arguments do not fit their pads")
-            if fitted.axes and key[2] is not None:
-                return _eagerly(Reason.ALIASED_INPUTS, "padded arguments share memory")
-            key, padded = padded_key(call, fitted), fitted
-        site = self.sites.get(device) or self._open(device)
-        entry = site.store.entries.get(key)
-        if entry is None:
-            entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries))))
-        if has_grad and entry.graph is None and self._has_trained_parameters():
-            return _eagerly(Reason.AUTOGRAD, _AUTOGRAD)
-        return Found(call, padded, site, entry)
-
-    def refusal(self, found: Found) -> tuple[Reason, str] | None:
-        """Why the call found would run eagerly now, or None where it would replay."""
-        entry = found.entry
-        if entry is None:
-            assert found.reason is not None
-            return found.reason, found.detail
-        graph = entry.graph
-        if graph is None:
-            is_frozen = self.is_frozen and not entry.wait
-            return (Reason.NOT_CAPTURED, "step.freeze() was called") if is_frozen else (entry.reason, entry.detail)
-        assert found.scan is not None
-        why = graph.cannot_answer(found.scan.tensors) if graph.audit.holds() else Reason.REBOUND
-        return None if why is None else (why, "")
-
-    def close(self) -> None:
-        """Closes every recording and gives their memory back; later calls run eagerly."""
-        self.is_closed = True
-        for site in list(self.sites.values()):
-            with site.lane.exclusive():
-                site.store.close()
-            site.lane.close()
-        self.sites.clear()
 
     def _replay(
         self, site: Site, entry: Entry, call: Scan, padded: Padded | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -204,10 +105,10 @@ class CallRunner:
                 lane.device.order(stream, lane.device.current_stream())
             site.readers.clear()
             if self.options.verify_every and not entry.unverified and self._is_due(entry):
-                token = _state.set(Reason.CAPTURING)
+                token = plainly_because.set(Reason.CAPTURING)
                 return self._verified(site, entry, call, args, kwargs, cut_rows)
             if graph.has_breaks:
-                token = _state.set(Reason.CAPTURING)
+                token = plainly_because.set(Reason.CAPTURING)
             graph.run(tensors, args, kwargs)
             outputs = self.options.outputs
             if outputs == "clone":
@@ -219,7 +120,7 @@ class CallRunner:
             return outputs(view)
         finally:
             if token is not None:
-                _state.reset(token)
+                plainly_because.reset(token)
             lane.leave()
 
     def _cold(
@@ -233,7 +134,7 @@ class CallRunner:
                 is_due, reason, detail = False, entry.reason, entry.detail
             elif entry.seen + 1 < self.options.min_hits:
                 is_due, reason, detail = False, entry.reason, entry.detail
-            elif self.is_frozen:
+            elif self.dispatch.is_frozen:
                 is_due, reason, detail = False, Reason.NOT_CAPTURED, "step.freeze() was called"
             else:
                 is_due = site.store.has_room(entry)
@@ -253,13 +154,13 @@ class CallRunner:
         self, site: Site, entry: Entry, call: Scan, padded: Padded | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Admission | None:
         with site.lane.exclusive():
-            if entry.graph is not None or self.is_closed:
+            if entry.graph is not None or self.dispatch.is_closed:
                 return None
-            token = _state.set(Reason.CAPTURING)
+            token = plainly_because.set(Reason.CAPTURING)
             try:
-                admission = admit(self.run, self.function, site.backend, entry.shape, call, padded, args, kwargs)
+                admission = admit(self.run, self.dispatch.function, site.backend, entry.shape, call, padded, args, kwargs)
             finally:
-                _state.reset(token)
+                plainly_because.reset(token)
             entry.operations = max(admission.operations, 1)
             if admission.graph is None:
                 assert admission.reason is not None
@@ -314,30 +215,9 @@ class CallRunner:
             return output
         return Lease(output, lambda: True, lambda stream: None) if outputs == "view" else outputs(output)
 
-    def _has_trained_parameters(self) -> bool:
-        return isinstance(self.function, torch.nn.Module) and any(p.requires_grad for p in self.function.parameters())
-
-    def _home(self) -> torch.device:
-        """Where calls without tensors run."""
-        if isinstance(self.function, torch.nn.Module):
-            for parameter in self.function.parameters():
-                return parameter.device
-        return torch.get_default_device()
-
-    def _open(self, device: torch.device) -> Site:
-        with self._lock:
-            return self.sites.get(device) or self.sites.setdefault(device, Site(device, self.options))
-
     def _count(self, reason: Reason) -> None:
         with self._lock:
             self.eager[reason] += 1
-
-
-_AUTOGRAD = "grad mode is on and a tensor requires grad: use torch.no_grad(), or inference=True"
-
-
-def _eagerly(reason: Reason, detail: str = "") -> Found:
-    return Found(None, None, None, None, reason, detail)
 
 
 def _effects(admission: Admission) -> str:

@@ -2,7 +2,7 @@
 
 Recordings are bounded in number and bytes. When one too many is wanted, the least valuable goes: recent calls times the
 work that a replay saves (counted in operations, each a launch). Counts age, so a shape that was busy long ago gives way;
-a newcomer must have been busier than the one it replaces, so that many rare shapes cannot drive each other out for ever.
+a newcomer must have been twice as busy as what it replaces, so that many rare shapes cannot drive each other out.
 
 Evicting one recording frees its executable graph and its static inputs. The pool's memory is shared by the lane's
 recordings and stays; it goes when the last recording does.
@@ -23,6 +23,7 @@ FIRST_RETRY = 64
 LAST_RETRY = 1 << 20
 MIN_KEYS = 1024
 _MANY_REBOUNDS = 4
+_HYSTERESIS = 2
 _AGE_AFTER = 256
 _MOST_RECENT = 1024
 
@@ -77,6 +78,7 @@ class CallStore:
         self.entries: dict[Any, Entry] = {}
         self.recorded: dict[Entry, CallGraph] = {}
         self.evictions = 0
+        self.forgotten_replays = 0
         self.max_graphs = max_graphs
         self.budget = budget
         self.lane = lane
@@ -95,7 +97,8 @@ class CallStore:
         if len(self.entries) >= self._max_keys:
             idle = sorted((e.recent, i, k) for i, (k, e) in enumerate(list(self.entries.items())) if e.graph is None)
             for _, _, old in idle[: max(len(idle) // 2, 1)]:
-                self.entries.pop(old, None)
+                forgotten = self.entries.pop(old, None)
+                self.forgotten_replays += 0 if forgotten is None else forgotten.replays
         return self.entries.setdefault(key, entry)
 
     def note_cold(self, entry: Entry) -> None:
@@ -146,4 +149,5 @@ class CallStore:
         least = min(list(self.recorded), key=lambda e: e.value, default=None)
         if least is None:
             return None
-        return least if least.value < entry.recent * (entry.operations or least.operations or 1) else None
+        worth = entry.recent * (entry.operations or least.operations or 1)
+        return least if least.value * _HYSTERESIS < worth else None

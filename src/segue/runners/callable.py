@@ -1,7 +1,8 @@
 """`segue.graph`: any callable, recorded once for each kind of call and replayed from then on.
 
 This is what the user holds: it looks like what it wraps (a function's signature, a module's attributes, a method of each
-object), and it can be asked what it does and what it costs. The way of a call stands in `call_runner`.
+object), and it can be asked what it does and what it costs. The way of a call stands in `call_dispatch`
+and `call_runner`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 
 from segue.errors import CaptureError, CaptureNotAllowed
+from segue.runners.call_dispatch import CallDispatch, disabled
 from segue.runners.call_options import Options
 from segue.runners.call_report import CallCaptureReport, CallDecision, CallReport, GraphRow
-from segue.runners.call_runner import CallRunner, disabled
+from segue.runners.call_runner import CallRunner
 from segue.runners.call_store import Entry
 
 
@@ -33,7 +35,8 @@ class GraphedCallable:
         self._options = options
         self._attribute: str | None = None
         self._name = getattr(function, "__qualname__", None) or type(function).__qualname__
-        self._runner = CallRunner(function, self._name, options)
+        self._dispatch = CallDispatch(function, self._name, options)
+        self._runner = CallRunner(self._dispatch)
         if not self._is_module:
             functools.update_wrapper(self, function, updated=())
 
@@ -46,10 +49,10 @@ class GraphedCallable:
 
     def explain(self, *args: Any, **kwargs: Any) -> CallDecision:
         """What `step(*args, **kwargs)` would do now, and why. Runs nothing and counts nothing."""
-        found = self._runner.find(args, kwargs)
+        found = self._dispatch.find(args, kwargs)
         axes = found.padded.axes if found.padded is not None else ()
         real, rung = sum(a.real for a in axes), sum(a.rung for a in axes)
-        why = self._runner.refusal(found)
+        why = self._dispatch.refusal(found)
         if why is not None:
             return CallDecision(None, "disabled", why[0], real, real, why[1])
         assert found.entry is not None
@@ -61,9 +64,9 @@ class GraphedCallable:
         Raises:
             CaptureNotAllowed: after `freeze`.
         """
-        if self._runner.is_frozen:
+        if self._dispatch.is_frozen:
             raise CaptureNotAllowed(f"{self._name} was to be captured although step.freeze() was called")
-        entry = self._runner.find(args, kwargs).entry
+        entry = self._dispatch.find(args, kwargs).entry
         before = None if entry is None else entry.graph
         if entry is not None and entry.graph is None:
             entry.hurry(self._options.min_hits)
@@ -81,11 +84,12 @@ class GraphedCallable:
         """What every recording costs, how calls were answered, and which keys run eagerly and why."""
         runner = self._runner
         entries: list[Entry] = []
-        pool_bytes = used_bytes = evictions = 0
-        for site in list(runner.sites.values()):
+        pool_bytes = used_bytes = evictions = replays = 0
+        for site in list(self._dispatch.sites.values()):
             pool_bytes += site.lane.reserved_bytes
             used_bytes += site.store.used_bytes
             evictions += site.store.evictions
+            replays += site.store.forgotten_replays
             entries += list(site.store.entries.values())
         rows = [row for row in map(_row, entries) if row is not None]
         refused = [(str(e.shape), str(e.reason), e.detail) for e in entries if e.graph is None and e.detail]
@@ -93,7 +97,7 @@ class GraphedCallable:
             name=self._name,
             backend=self._options.backend,
             rows=tuple(rows),
-            replays=sum(entry.replays for entry in entries),
+            replays=replays + sum(entry.replays for entry in entries),
             captures=runner.captures,
             evictions=evictions,
             eager={str(reason): count for reason, count in runner.eager.items()},
@@ -105,11 +109,11 @@ class GraphedCallable:
 
     def freeze(self) -> None:
         """From now on nothing is recorded: calls without a recording run eagerly (`not_captured`)."""
-        self._runner.is_frozen = True
+        self._dispatch.is_frozen = True
 
     def close(self) -> None:
         """Closes every recording and gives their memory back. Later calls run eagerly (`disabled`)."""
-        self._runner.close()
+        self._dispatch.close()
 
     def __enter__(self) -> GraphedCallable:
         return self
@@ -147,12 +151,14 @@ class GraphedCallable:
         self._attribute = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A method's own wrapper, one an object: kept in the object under the method's name."""
+        """A method's own wrapper, one an object, kept in that object. A shallow copy brings its original's along: then it
+        gets one of its own."""
         if instance is None or self._is_module:
             return self
-        bound = GraphedCallable(MethodType(self._function, instance), self._options)
-        if self._attribute is not None:
-            instance.__dict__[self._attribute] = bound
+        slot = f"_segue_{self._attribute or self._name}"
+        bound = instance.__dict__.get(slot)
+        if bound is None or bound._function.__self__ is not instance:
+            bound = instance.__dict__[slot] = GraphedCallable(MethodType(self._function, instance), self._options)
         return bound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
@@ -160,6 +166,9 @@ class GraphedCallable:
         return GraphedCallable(copy.deepcopy(self._function, memo), self._options)
 
     def __reduce__(self) -> Any:
+        """Without recordings; an object's methods are wrapped anew."""
+        if isinstance(self._function, MethodType):
+            return type(None), ()
         return GraphedCallable, (self._function, self._options)
 
     def __repr__(self) -> str:

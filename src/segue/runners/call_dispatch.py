@@ -1,0 +1,151 @@
+"""Where a call of `segue.graph` belongs: its device's recordings and the entry of its key, or why it must run eagerly.
+
+Whatever a recording cannot know of is ruled out here, before anything runs: a call inside another wrapped call (it runs
+inline, as part of that one), graphs switched off, dispatch modes and transforms of others, gradients, arguments without a
+value, pads that do not fit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from segue._compat import is_observed
+from segue.backends import Backend, make_backend
+from segue.device import get_device
+from segue.memory.lane import Lane
+from segue.observe.decision import Reason
+from segue.runners.call_key import Scan, scan
+from segue.runners.call_options import Options
+from segue.runners.call_padding import Padded, Padding, padded_key, shape_key
+from segue.runners.call_store import CallStore, Entry
+
+plainly_because: ContextVar[Reason | None] = ContextVar("segue_calls_run_plainly_because", default=None)
+"""set while this thread is inside a wrapped call, or graphs are switched off"""
+_AUTOGRAD = "grad mode is on and a tensor requires grad: use torch.no_grad(), or inference=True"
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Every `segue.graph` called inside, in this thread or task, runs eagerly: for hunting a bug. Nests."""
+    token = plainly_because.set(Reason.DISABLED)
+    try:
+        yield
+    finally:
+        plainly_because.reset(token)
+
+
+class Site:
+    """One device's lane, backend and recordings."""
+
+    def __init__(self, device: torch.device, options: Options) -> None:
+        self.lane = Lane(get_device(device))
+        self.backend: Backend = make_backend(options.backend, self.lane)
+        self.store = CallStore(options.max_graphs, options.budget_bytes, self.lane, may_reset=options.outputs != "view")
+        self.readers: list[Any] = []
+        """streams that leases were named to be read on"""
+
+
+class Found(NamedTuple):
+    """Where a call belongs. Without an `entry` it runs eagerly, for `reason`."""
+
+    scan: Scan | None
+    padded: Padded | None
+    site: Site | None
+    entry: Entry | None
+    reason: Reason | None = None
+    detail: str = ""
+
+
+class CallDispatch:
+    """One function's sites. Owns them until `close`. Thread-safe."""
+
+    def __init__(self, function: Callable[..., Any], name: str, options: Options) -> None:
+        self.function = function
+        self.name = name
+        self.options = options
+        self.sites: dict[torch.device, Site] = {}
+        self.is_frozen = False
+        self.is_closed = False
+        self._padding = Padding(options.pad, function) if options.pad else None
+        self._lock = threading.Lock()
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+        """Where a call belongs, or why it must run eagerly. Runs and counts nothing; a new key gets its entry."""
+        why = plainly_because.get()
+        if why is not None:
+            return Found(None, None, None, None, why)
+        if self.is_closed or self.options.backend == "disabled":
+            return _eagerly(Reason.DISABLED, "step.close() was called" if self.is_closed else "")
+        call = scan(args, kwargs, self._home)
+        if call.reason is not None:
+            return _eagerly(call.reason)
+        if is_observed():
+            return _eagerly(Reason.DEBUG, "a dispatch mode or a transform of torch.func is active")
+        key, padded = call.key, None
+        device = key[3]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return _eagerly(Reason.CAPTURING, "the current stream is being captured")
+        has_grad = torch.is_grad_enabled() and not self.options.inference
+        if has_grad and any([t.requires_grad for t in call.tensors]):
+            return _eagerly(Reason.AUTOGRAD, _AUTOGRAD)
+        if self._padding is not None:
+            fitted = self._padding.apply(args, kwargs, call.tensors)
+            if isinstance(fitted, Reason):
+                return _eagerly(fitted, "the arguments do not fit their pads")
+            if fitted.axes and key[2] is not None:
+                return _eagerly(Reason.ALIASED_INPUTS, "padded arguments share memory")
+            key, padded = padded_key(call, fitted), fitted
+        site = self.sites.get(device) or self._open(device)
+        entry = site.store.entries.get(key)
+        if entry is None:
+            entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries))))
+        if has_grad and entry.graph is None and self._has_trained_parameters():
+            return _eagerly(Reason.AUTOGRAD, _AUTOGRAD)
+        return Found(call, padded, site, entry)
+
+    def refusal(self, found: Found) -> tuple[Reason, str] | None:
+        """Why the call found would run eagerly now, or None where it would replay."""
+        entry = found.entry
+        if entry is None:
+            assert found.reason is not None
+            return found.reason, found.detail
+        graph = entry.graph
+        if graph is None:
+            is_frozen = self.is_frozen and not entry.wait
+            return (Reason.NOT_CAPTURED, "step.freeze() was called") if is_frozen else (entry.reason, entry.detail)
+        assert found.scan is not None
+        why = graph.cannot_answer(found.scan.tensors) if graph.audit.holds() else Reason.REBOUND
+        return None if why is None else (why, "")
+
+    def close(self) -> None:
+        """Closes every recording and gives their memory back; later calls run eagerly."""
+        self.is_closed = True
+        for site in list(self.sites.values()):
+            with site.lane.exclusive():
+                site.store.close()
+            site.lane.close()
+        self.sites.clear()
+
+    def _has_trained_parameters(self) -> bool:
+        return isinstance(self.function, torch.nn.Module) and any(p.requires_grad for p in self.function.parameters())
+
+    def _home(self) -> torch.device:
+        """Where calls without tensors run."""
+        if isinstance(self.function, torch.nn.Module):
+            for parameter in self.function.parameters():
+                return parameter.device
+        return torch.get_default_device()
+
+    def _open(self, device: torch.device) -> Site:
+        with self._lock:
+            return self.sites.get(device) or self.sites.setdefault(device, Site(device, self.options))
+
+
+def _eagerly(reason: Reason, detail: str = "") -> Found:
+    return Found(None, None, None, None, reason, detail)
