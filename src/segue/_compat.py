@@ -194,8 +194,11 @@ def pool_snapshot(pool: tuple[int, int]) -> list[dict[str, Any]]:
 
 def stop_routing_to_pool(device: int, pool: tuple[int, int]) -> None:
     """After a capture that failed: the allocator no longer sends this device's allocations to the pool (2.11)."""
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        getattr(torch._C, name)(device, pool)
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # the capture never came to allocate from the pool, so it holds no share of it either
+        return
+    torch._C._cuda_releasePool(device, pool)
 
 
 def set_stream_builtin() -> Any:

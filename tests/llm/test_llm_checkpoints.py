@@ -174,6 +174,50 @@ def test_a_gguf_file_gives_the_logits_of_what_it_was_made_from(gguf_file: tuple[
     assert loaded.facts.eos_token_ids == {2}
 
 
+@pytest.mark.parametrize("damage", ["model.safetensors", "config.json", "tokenizer.json", "truncated"])
+def test_a_damaged_conversion_is_made_anew(gguf_file: tuple[Path, Any], damage: str) -> None:
+    file, _ = gguf_file
+    folder = checkpoints.convert_gguf(file)
+    weights = (folder / "model.safetensors").read_bytes()
+    if damage == "truncated":
+        (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    else:
+        (folder / damage).unlink()
+    assert load_model(file, device="cpu").tokenizer is not None
+    assert (folder / "model.safetensors").read_bytes() == weights
+
+
+def test_a_damaged_conversion_that_is_named_itself_says_what_to_remove(gguf_file: tuple[Path, Any]) -> None:
+    folder = checkpoints.convert_gguf(gguf_file[0])
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"is damaged.*remove {folder}, which is then converted again"):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), None])
+def test_a_full_disk_is_no_damaged_file(
+    gguf_file: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    import safetensors.torch
+
+    def save_file(*_: Any, **__: Any) -> None:
+        raise error or safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    with pytest.raises(ConfigError, match="the disk is full; free some space there") as caught:
+        load_model(gguf_file[0], device="cpu")
+    assert "is damaged" not in str(caught.value)
+    assert [path.name for path in cache_folder().iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_a_conversion_is_one_line(gguf_file: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    checkpoints.convert_gguf(gguf_file[0])
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == "segue: converting the checkpoint tiny.gguf (once, about 20 s)\n"
+    checkpoints.convert_gguf(gguf_file[0])
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_damaged_gguf_file_is_named(gguf_file: tuple[Path, Any]) -> None:
     file, _ = gguf_file
     file.write_bytes(file.read_bytes()[:3000])

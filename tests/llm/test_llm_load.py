@@ -171,7 +171,59 @@ def test_damaged_weights_are_named(tiny_checkpoint: Checkpoint) -> None:
 def test_weights_of_another_shape_are_refused(tiny_checkpoint: Checkpoint) -> None:
     folder, other = tiny_checkpoint(), tiny_checkpoint("other", vocab_size=80)
     shutil.copy(other / "model.safetensors", folder / "model.safetensors")
-    assert "cannot be loaded" in refusal(folder)
+    assert "embed_tokens.weight: (80, 32) in the file, (64, 32) by the config" in refusal(folder) or "lm_head" in refusal(
+        folder
+    )
+
+
+def test_weights_of_more_layers_than_the_config_says_are_refused(tiny_checkpoint: Checkpoint) -> None:
+    folder = tiny_checkpoint()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    assert "have 2 layers, and its config.json says 1" in refusal(folder)
+
+
+def test_weights_without_a_place_are_one_line_of_warning(
+    tiny_checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_checkpoint()
+    tensors = load_file(folder / "model.safetensors") | {"model.extra.weight": torch.ones(2)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    capfd.readouterr()
+    load_model(folder, device="cpu")
+    assert [r.message for r in caplog.records if r.name == "segue"] == [
+        f"segue: {folder}: 1 tensors have no place in this architecture and are left out, the first is model.extra.weight"
+    ]
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_hidden_layers": -1}, {"num_hidden_layers": 0}, {"hidden_size": -32}, {"vocab_size": 0}, {"head_dim": -1}],
+)
+def test_a_config_that_cannot_be_is_named_by_its_field(tiny_checkpoint: Checkpoint, change: dict[str, int]) -> None:
+    folder = tiny_checkpoint()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    ((name, value),) = change.items()
+    message = refusal(folder)
+    assert name in message and str(value) in message
+
+
+def test_a_name_without_an_owner_is_refused_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    def connect(*_: Any) -> None:
+        raise AssertionError("it went to the network")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    assert "there is no checkpoint folder 'nope'" in refusal("nope")
+
+
+@pytest.mark.parametrize("source", [None, 3, b"x", torch.nn.Linear(2, 2)])
+def test_what_is_no_source_is_a_type_error(source: Any) -> None:
+    with pytest.raises(TypeError, match="give a checkpoint folder"):
+        load_model(source, device="cpu")
 
 
 def test_each_file_of_an_index_must_be_there(tiny_checkpoint: Checkpoint) -> None:

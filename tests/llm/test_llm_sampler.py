@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -268,3 +269,40 @@ def test_rows_and_requests_must_agree() -> None:
         prepare([state], 5, "cpu", history_width=2)
     with pytest.raises(ValueError, match="num_rows=1"):
         prepare([state, state], 5, "cpu", num_rows=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 1e-6}, "temperature is 1e-06; it must be 0, or from 1e-05 to 100000"),
+        ({"temperature": 1e-60}, "temperature is 1e-60"),
+        ({"temperature": 1e39}, "temperature is 1e"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40; it must be from 0.001 to 1000"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty is 1e"),
+        ({"presence_penalty": -1e39}, "presence_penalty is -1e"),
+        ({"frequency_penalty": 1e39}, "frequency_penalty is 1e"),
+    ],
+)
+def test_what_float32_cannot_hold_is_refused_with_the_bound(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stop": 3}, {"stop": None}, {"stop": b"x"}, {"stop_token_ids": 3}, {"stop_token_ids": {}}]
+)
+def test_stops_of_another_kind_are_type_errors(changes: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"^{next(iter(changes))} is "):
+        SamplingParams(**changes)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e5])
+def test_at_its_bounds_every_setting_gives_finite_scores(temperature: float) -> None:
+    logits = torch.tensor([[60.0, -60.0, 0.0, 3.0]])
+    for repetition, penalty in ((1e-3, -1e4), (1e3, 1e4)):
+        params = SamplingParams(
+            temperature=temperature, repetition_penalty=repetition, presence_penalty=penalty, frequency_penalty=penalty
+        )
+        state = State(params, prompt_ids=[0, 1], generated_ids=[2] * 50)
+        scores = processed_logits(logits, prepare([state], 4, "cpu"))
+        assert scores.isfinite().all() and scores.softmax(-1).isfinite().all()

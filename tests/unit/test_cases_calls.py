@@ -562,7 +562,7 @@ def test_f22_workers_evict_each_others_recordings(device: Device) -> None:
     def work(seed: int) -> None:
         choose = random.Random(seed)
         for _ in range(60):
-            x = torch.randn(choose.choice([1, 2, 3, 4, 5]), 4, device=device.device)
+            x = torch.randn(choose.choice([1, 2, 3, 4, 5]), 4).to(device.device)  # drawn on the host: docs/safety.md
             with torch.no_grad():
                 torch.testing.assert_close(step(x), model(x) * 2 + 1, rtol=0, atol=0)
             if choose.random() < 0.1:

@@ -1,12 +1,14 @@
 """The `segue` command: one file a subcommand. Exit status 0, 2 for bad usage, 1 for a failure.
 
 Every error is one line on standard error, those of argparse too; `--debug` shows the traceback. transformers is imported
-inside subcommands, so that `segue --help` and usage errors do not wait for it.
+inside subcommands, so that `segue --help` and usage errors do not wait for it. The installed command enters by
+`segue_command`, which is light.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -15,7 +17,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from segue.cli import doctor, generate
-from segue.errors import SegueError
+from segue.cli.output import note
+from segue.cli.usage import UsageError, name_options
 
 _COMMANDS = (generate, doctor)
 
@@ -29,7 +32,31 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status. Arguments that cannot be parsed, and --help, raise SystemExit."""
+    if sys.stderr is None:  # closed by the caller: print() would write to standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        return int(options.run(options))
+    except BrokenPipeError:  # the reader went away: no further output, no complaint
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        if _is_interrupt(error):
+            note("segue: interrupted")
+            return 130
+        if options.debug:
+            note(traceback.format_exc().rstrip())
+        text = " ".join(str(error).split()) or type(error).__name__
+        note(f"segue: {name_options(text, vars(options))}")
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def _parser() -> _Parser:
     parser = _Parser(prog="segue", description="PyTorch inference without launch overhead.")
+    parser.add_argument("--version", action="version", version=f"segue {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _COMMANDS:
         name = module.__name__.rpartition(".")[2]
@@ -38,21 +65,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--json", metavar="FILE", help="write the result to FILE as JSON")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(run=module.run)
-    options = parser.parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what the terminal cannot show
-        sys.stdout.reconfigure(errors="replace")
+    return parser
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether an interrupt is behind `error`: Python and libraries under import turn one into errors of their own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _version() -> str:
+    from importlib import metadata
+
     try:
-        return int(options.run(options))
-    except BrokenPipeError:  # the reader went away: no further output, no complaint
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        print("segue: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if options.debug:
-            traceback.print_exc()
-        is_usage = isinstance(error, ValueError) and not isinstance(error, SegueError)
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"segue: {text}", file=sys.stderr)
-        return 2 if is_usage else 1
+        return metadata.version("segue")
+    except metadata.PackageNotFoundError:
+        return "(not installed: run from its source)"

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from segue.cli.output import check_writable, write_json
+from segue.errors import SegueError
+from segue.llm.checkpoints import cache_folder, converted_folder, extra_remedy, find_default_model, is_whole
 from segue.observe.report import format_table
 
 HELP = "say what works here, what is missing, and the remedy"
 
 _EXTRAS = {
-    "llm": ("transformers", "safetensors", "gguf", "rich"),
-    "flashinfer": ("flashinfer",),
-    "fa4": ("flash_attn",),
-    "diffusion": ("diffusers",),
+    "llm": ("transformers", "safetensors", "gguf", "rich", "jinja2"),
     "report": ("matplotlib",),
 }
+_CONVERSION_BYTES = 300 << 20  # what the default model's conversion writes, and a little
 
 
 class Finding(NamedTuple):
-    """One line. `state` is ``ok``, ``missing`` or ``failed``; only ``failed`` makes the exit status 1."""
+    """One line. `state` is ``ok``, ``optional`` (not here, and not needed to run), ``missing`` (part of Segue cannot run)
+    or ``failed``; only ``failed`` makes the exit status 1."""
 
     what: str
     state: str
@@ -105,28 +108,45 @@ def _cuda() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        remedy = "graphs speed up NVIDIA GPUs alone; without one everything runs on the cpu device, and slower than eager"
-        return Finding("record and replay on cuda", "missing", "torch finds no CUDA GPU", remedy)
+        detail = "torch finds no CUDA GPU; the cpu device runs everything, without a speed-up"
+        return Finding("record and replay on cuda", "optional", detail)
     return _recording("cuda")
 
 
 def _extra(name: str, modules: tuple[str, ...]) -> Finding:
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        return Finding(f"extra {name}", "missing", f"without {', '.join(missing)}", f'pip install "segue[{name}]"')
+        state = "missing" if name == "llm" else "optional"
+        return Finding(f"extra {name}", state, f"without {', '.join(missing)}", extra_remedy(name))
     return Finding(f"extra {name}", "ok", ", ".join(modules))
 
 
 def _default_model() -> Finding:
-    from segue.errors import SegueError
-    from segue.llm.checkpoints import cache_folder, find_default_model
-
     try:
-        found: Any = find_default_model()
+        found = find_default_model()
     except SegueError as error:
         return Finding("default model", "missing", "SmolLM2-135M-Instruct is not here", " ".join(str(error).split()))
-    folder = cache_folder()
-    parent = next(p for p in (folder, *folder.parents) if p.exists())
-    if not os.access(parent, os.W_OK):
-        return Finding("default model", "failed", f"{folder} cannot be written", "set SEGUE_CACHE to another folder")
-    return Finding("default model", "ok", str(found))
+    if found.is_dir():
+        return Finding("default model", "ok", str(found))
+    converted = converted_folder(found)
+    if is_whole(converted):
+        return Finding("default model", "ok", f"{converted}, made from {found}")
+    problem = _write_problem(cache_folder())
+    if problem:
+        remedy = "set SEGUE_CACHE to a folder that can be written"
+        return Finding("default model", "failed", f"{found} has to be converted once, and {problem}", remedy)
+    return Finding("default model", "ok", f"{found}; the first use converts it into {converted}")
+
+
+def _write_problem(folder: Path) -> str:
+    """Why nothing can be written into `folder`, found by writing; empty where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"segue")
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
+    free = shutil.disk_usage(folder).free
+    if free < _CONVERSION_BYTES:
+        return f"{folder} has {free >> 20} MiB free, where {_CONVERSION_BYTES >> 20} are needed"
+    return ""

@@ -8,9 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from segue.cli.output import check_writable, progress_bar, write_json
+from segue.cli.output import check_writable, is_terminal, note, progress_bar, write_json
+from segue.cli.usage import UsageError, usage
+from segue.llm.arguments import check_text
 
 HELP = "generate text from a checkpoint, and show which graphs did it"
 
@@ -20,7 +22,7 @@ _PREFILL = ("auto", "breakable", "full", "disabled")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to say to the model")
-    parser.add_argument("--prompts-file", metavar="FILE", help="one prompt a line, run as one batch")
+    parser.add_argument("--prompts-file", metavar="FILE", help="one prompt a line, run as one batch; - is standard input")
     parser.add_argument(
         "--model", metavar="DIR", help="checkpoint folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)"
     )
@@ -46,31 +48,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print the table of graphs at the end")
 
 
+class _Prompt(NamedTuple):
+    text: str
+    where: str = ""  # before an error about it: the line of the file
+
+
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     prompts = _read_prompts(options)
     from segue.llm import Engine, EngineConfig, SamplingParams, default_model
 
-    params = SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-        stop=tuple(options.stop),
-    )
-    config = _engine_config(options, EngineConfig)
+    with usage():
+        params = SamplingParams(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed,
+            stop=tuple(options.stop),
+        )
+        config = _engine_config(options, EngineConfig)
     start = time.perf_counter()
-    source = options.model if options.model is not None else default_model()
     with progress_bar("starting") as show:
+        source = options.model if options.model is not None else default_model(show if is_terminal() else None)
         engine = Engine(source, config, progress=lambda key, what: show(f"{what} of {key}"))
     with engine:
         seconds = time.perf_counter() - start
-        ids = _encode(engine, prompts, is_raw=options.raw)
-        print(engine.resolved.explain(), file=sys.stderr)
-        print(f"ready after {seconds:.1f} s on {engine.device.device}", file=sys.stderr, flush=True)
-        outputs = _generate(engine, prompts, ids, params)
+        names = [_queue(engine, prompt, params, is_raw=options.raw) for prompt in prompts]
+        note(f"{engine.sizes.explain()}\n{engine.resolved.explain()}")
+        note(f"ready after {seconds:.1f} s on {engine.device.device}")
+        outputs = _generate(engine, prompts, names)
         stats = engine.stats()
         if options.stats:
             from segue.observe.report import phase_table
@@ -80,50 +88,59 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_prompts(options: argparse.Namespace) -> list[str]:
-    """Raises ValueError where there is no prompt, or one is empty."""
+def _read_prompts(options: argparse.Namespace) -> list[_Prompt]:
+    """Raises UsageError where there is no prompt, or one is empty or no text."""
     if (options.prompt is None) == (options.prompts_file is None):
-        raise ValueError("give a PROMPT, or --prompts-file FILE (one of the two)")
+        raise UsageError("give a PROMPT, or --prompts-file FILE (one of the two)")
     if options.prompt is not None:
-        prompts = [options.prompt]
+        prompts = [_Prompt(options.prompt)]
     else:
-        try:
-            text = Path(options.prompts_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompts-file {options.prompts_file} cannot be read: {error}") from None
-        prompts = [line for line in text.splitlines() if line.strip()]
-    if not prompts or not all(prompt.strip() for prompt in prompts):
-        raise ValueError("the prompt is empty: say something")
+        lines = enumerate(_read_text(options.prompts_file).split("\n"), 1)
+        prompts = [_Prompt(line.removesuffix("\r"), f"line {number}: ") for number, line in lines if line.strip()]
+    if not prompts or not all(prompt.text.strip() for prompt in prompts):
+        raise UsageError("the prompt is empty: say something")
+    for prompt in prompts:
+        with usage(prompt.where):
+            check_text(prompt.text)
     return prompts
+
+
+def _read_text(file: str) -> str:
+    """A file, or standard input for ``-``; UTF-8, with or without a byte order mark."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return data.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError, AttributeError) as error:  # AttributeError: standard input is closed
+        raise UsageError(f"--prompts-file {file} cannot be read: {error}") from None
 
 
 def _engine_config(options: argparse.Namespace, kind: type) -> Any:
     from segue.config import GraphConfig
 
     sizes = {name: getattr(options, name) for name in ("max_context", "chunk_size", "max_requests")}
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     graphs = GraphConfig(decode=options.decode, prefill=options.prefill, debug=options.debug_graphs)
     return kind(device=options.device, graphs=graphs, **{name: v for name, v in sizes.items() if v is not None})
 
 
-def _encode(engine: Any, prompts: Sequence[str], *, is_raw: bool) -> list[list[int]]:
-    """Raises ValueError where a prompt does not fit, before anything is printed."""
+def _queue(engine: Any, prompt: _Prompt, params: Any, *, is_raw: bool) -> str:
+    """The name of the request. Raises UsageError where the prompt does not fit, before anything is printed."""
     is_chat = not is_raw and bool(getattr(engine.tokenizer, "chat_template", None))
-    ids = [engine.chat_prompt([{"role": "user", "content": p}]) if is_chat else p for p in prompts]
-    return [engine.encode(i) for i in ids]
+    with usage(prompt.where):
+        ids = engine.chat_prompt([{"role": "user", "content": prompt.text}]) if is_chat else prompt.text
+        return engine.add_request(ids, params)
 
 
-def _generate(engine: Any, prompts: Sequence[str], ids: Sequence[list[int]], params: Any) -> list[dict[str, Any]]:
+def _generate(engine: Any, prompts: Sequence[_Prompt], names: Sequence[str]) -> list[dict[str, Any]]:
     """One prompt streams; several run as a batch, and are printed when all are done."""
-    if len(ids) > 1:
-        outputs = engine.generate(ids, params)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            print(f"> {prompt}\n{output.text}\n", flush=True)
-        return [{"prompt": p, **asdict(output)} for p, output in zip(prompts, outputs, strict=True)]
-    name = engine.add_request(ids[0], params)
-    for piece in engine.pieces(name):
-        print(piece, end="", flush=True)
-    print()
-    return [{"prompt": prompts[0], **asdict(engine.take_output(name))}]
+    if len(names) == 1:
+        for piece in engine.pieces(names[0]):
+            print(piece, end="", flush=True)
+        print()
+    else:
+        while engine.step():
+            pass
+    outputs = [{"prompt": p.text, **asdict(engine.take_output(n))} for p, n in zip(prompts, names, strict=True)]
+    if len(outputs) > 1:
+        for output in outputs:
+            print(f"> {output['prompt']}\n{output['text']}\n", flush=True)
+    return outputs

@@ -1,54 +1,76 @@
-"""What subcommands share for output: JSON files that are whole or not there, and a progress bar on standard error."""
+"""What subcommands share for output: notes, JSON files that are whole or not there, and a progress bar."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import secrets
+import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from segue.cli.usage import UsageError
+
+
+def note(text: str) -> None:
+    """A line on standard error, which is a comfort: where it cannot be written, the work goes on."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
 
 
 def check_writable(file: str | None) -> None:
     """Refuses a result file that could not be written, before any work is done.
 
     Raises:
-        ValueError: its folder is missing or not writable, or it is a folder.
+        UsageError: its folder is missing or not writable; or it is a folder, a link to nothing, or read-only.
     """
     if file is None:
         return
     path = Path(file)
     if path.is_dir():
-        raise ValueError(f"--json {file} is a folder: name a file")
+        raise UsageError(f"--json {file} is a folder: name a file")
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"--json {file} is a link to nothing: remove it, or name another file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UsageError(f"--json {file} is read-only: name another file")
     if _is_special(path):
         return
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--json {file}: the folder {path.parent} does not exist or cannot be written")
+        raise UsageError(f"--json {file}: the folder {path.parent} does not exist or cannot be written")
 
 
 def write_json(file: str | None, value: Any) -> None:
-    """Writes `value`, whole or not at all; nothing for None. What is no regular file (/dev/stdout) is written into."""
+    """Writes `value`, whole or not at all; nothing for None. What is no regular file (/dev/stdout) is written into.
+
+    A new file gets the permissions that the umask leaves, one that was there keeps its own.
+    """
     if file is None:
         return
     path = Path(file)
     if _is_special(path):
         with path.open("w") as out:
-            json.dump(value, out, indent=2)
-            out.write("\n")
+            _dump(value, out)
         return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with os.fdopen(handle, "w") as out:
-            json.dump(value, out, indent=2)
-            out.write("\n")
+        with temporary.open("x") as out:
+            _dump(value, out)
+        if path.exists():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
+
+
+def _dump(value: Any, out: Any) -> None:
+    json.dump(value, out, indent=2)
+    out.write("\n")
 
 
 def _is_special(path: Path) -> bool:
@@ -56,14 +78,22 @@ def _is_special(path: Path) -> bool:
     return path.is_symlink() or (path.exists() and not path.is_file())
 
 
+def is_terminal() -> bool:
+    """Whether somebody watches standard error."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is being done now: a moving line on a terminal, plain lines elsewhere."""
-    if not sys.stderr.isatty():
+    """Yields a function that shows what is being done now: a moving line on a terminal, nothing elsewhere."""
+    try:
+        from rich.console import Console
+        from rich.status import Status
+    except ImportError:
         yield lambda text: None
         return
-    from rich.console import Console
-    from rich.status import Status
-
+    if not is_terminal():
+        yield lambda text: None
+        return
     with Status(title, console=Console(stderr=True)) as status:
         yield lambda text: status.update(f"{title}: {text}")

@@ -168,23 +168,26 @@ class CudaCapture:
             raise CaptureError("a capture is already open in this session")
         graph = torch.cuda.CUDAGraph()
         self._open = graph
-        graph.capture_begin(pool=self._pool.id, capture_error_mode=_MODE)
+        with self.unrecorded():  # torch fills the generators' own tensors here
+            graph.capture_begin(pool=self._pool.id, capture_error_mode=_MODE)
 
     def end(self) -> DeviceGraph | None:
         graph = self._open
         assert graph is not None, "end() without begin()"
         status, nodes = self._probe.ask()
-        if status == "invalidated":
-            error = CaptureError("the capture was invalidated by an operation that a CUDA graph cannot hold")
+        start = time.perf_counter()
+        try:
+            if status == "invalidated":
+                raise RuntimeError("it was invalidated by an operation that a CUDA graph cannot hold")
+            with self.unrecorded():
+                _end_quietly(graph) if nodes == 0 else graph.capture_end()
+        except RuntimeError as error:
             self.abort()
-            raise error
+            raise CaptureError(f"the capture could not be ended: {_first_line(error)}") from error
         self._open = None
         if nodes == 0:
-            _end_quietly(graph)
             graph.reset()
             return None
-        start = time.perf_counter()
-        graph.capture_end()
         return CudaGraph(graph, nodes, time.perf_counter() - start, self._pool)
 
     def abort(self) -> None:
@@ -211,7 +214,7 @@ class CudaCapture:
         where = f" ({location})" if location else ""
         if isinstance(error, torch.OutOfMemoryError):
             return CaptureOutOfMemory(f"the device ran out of memory while recording{where}: {error}", location=location)
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = _first_line(error)
         was_refused = isinstance(error, RuntimeError) and any(words in text for words in _REFUSALS)
         if not was_refused and (self._open is None or self._probe.ask()[0] != "invalidated"):
             return None
@@ -237,6 +240,10 @@ class _ObserverMode(OperationMode):
         result = op.overload(*args, **kwargs)
         self._observer(op, args, kwargs, result)
         return result
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:

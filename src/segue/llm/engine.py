@@ -8,11 +8,9 @@ it loads, settles the configuration, sizes the cache, captures, and closes the r
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,12 +20,14 @@ import torch
 from segue.backends import make_backend
 from segue.config import PhaseFacts, ResolvedConfig, resolve
 from segue.device import get_device
-from segue.errors import ConfigError, SegueError
+from segue.errors import SegueError
+from segue.llm.arguments import Prompt, check_messages, check_text, check_type, many_prompts, params_of_each, prompt_ids
 from segue.llm.attention import make_attention, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
-from segue.llm.config import EngineConfig, settle_sizes
+from segue.llm.config import EngineConfig, fitted_graphs, settle_sizes, torch_device
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.load import LoadedModel, load_model
+from segue.llm.outputs import RequestOutput, TokenLogprob
 from segue.llm.pages import PagePool
 from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner
 from segue.llm.sampler import SamplingParams, sample
@@ -37,29 +37,7 @@ from segue.llm.text import IncrementalDetokenizer
 from segue.memory.lane import Lane
 from segue.runners import CaptureReport, Progress
 
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A finished request. `token_ids` are the generated ones, an end token included; `finish_reason` is ``stop``,
-    ``length`` or ``abort``. `logprobs` has one entry a token where they were asked for: the token's, and the likeliest."""
-
-    id: str
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_ids: tuple[int, ...]
-    finish_reason: str
-    logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural log-probabilities under the model's own distribution."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+__all__ = ["Engine", "Prompt", "RequestOutput", "TokenLogprob"]
 
 
 @dataclass(slots=True)
@@ -84,13 +62,15 @@ class Engine:
     requests and pass the exception on, and requests of other callers go on; after `step`, `abort` ends one.
 
     Args:
-        source: a checkpoint folder, a GGUF file, a hub id, or a transformers model in memory.
+        source: a checkpoint folder, a GGUF file, a hub id, or a transformers model in memory. A model in memory is
+            changed, and stays so: moved to the device, put into eval mode, its attention and its experts replaced.
         config: see `EngineConfig`.
         tokenizer: overrides the source's.
         progress: told before each step of the start-up's capture.
 
     Raises:
         ConfigError: the source cannot be loaded or run, or settings contradict each other.
+        TypeError: an argument is of another kind than it must be.
         MissingExtraError: the extra ``llm`` is not installed.
         CaptureError: a shape could not be recorded, and its phase is configured to raise.
     """
@@ -103,8 +83,9 @@ class Engine:
         tokenizer: Any = None,
         progress: Progress | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
-        device = _torch_device(self.config.device)
+        self.config = EngineConfig() if config is None else config
+        check_type("config", self.config, EngineConfig)
+        device = torch_device(self.config.device)
         self.device = get_device(device)
         register()
         loaded = load_model(source, device=device, dtype=self.config.dtype, tokenizer=tokenizer)
@@ -145,7 +126,7 @@ class Engine:
         sizes, strict = self.sizes, self.config.graphs.strict
         attention = make_attention("torch_sdpa" if self.config.attention == "auto" else self.config.attention, self.cache)
         resolved = resolve(
-            self.config.graphs,
+            fitted_graphs(self.config.graphs, sizes),
             phases={
                 "prefill": PhaseFacts(max_size=sizes.chunk_size, request_slots=sizes.prefill_slots),
                 "decode": PhaseFacts(max_size=sizes.max_requests),
@@ -213,7 +194,9 @@ class Engine:
         Raises:
             ValueError: the prompt is empty or too long, holds ids outside the vocabulary, or the id is in use.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        check_type("params", params, SamplingParams)
+        check_type("request_id", "" if request_id is None else request_id, str)
         ids = self.encode(prompt)
         detokenizer = None
         if self.tokenizer is not None:
@@ -242,12 +225,10 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model came without a tokenizer: pass token ids, or tokenizer=...")
+            check_text(prompt)
             ids = list(self.tokenizer(prompt, verbose=False).input_ids)  # the length is checked here, not warned about
         else:
-            try:
-                ids = [operator.index(i) for i in prompt]
-            except TypeError:
-                raise TypeError(f"a prompt is text or a sequence of token ids, not {type(prompt).__name__}") from None
+            ids = prompt_ids(prompt)
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         outside = next((i for i in ids if not 0 <= i < self.facts.vocab_size), None)
@@ -273,7 +254,7 @@ class Engine:
                 with torch.inference_mode():
                     logits = runner.execute(build_batch(rows))
                     sampled = sample(logits, [row.request for row in step.rows])
-                token_ids = sampled.token_ids.tolist()
+                    token_ids = _checked(logits, sampled.token_ids)
             except BaseException:
                 self._scheduler.cancel(step)
                 raise
@@ -327,6 +308,7 @@ class Engine:
                 del self._live[request_id]
                 return output
             if request_id not in self._live:
+                self._check_open()
                 raise KeyError(f"no request is called {request_id!r}")
             return None
 
@@ -339,15 +321,11 @@ class Engine:
 
         Raises:
             ValueError: a prompt or the number of `params` is invalid; then no request is left behind.
+            TypeError: a prompt or `params` is of another kind than it must be; likewise.
+            SegueError: the engine is closed, or was closed meanwhile; or the model's logits are not finite.
         """
-        many: Sequence[Prompt]
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
-            many = [prompts]  # type: ignore[list-item]
-        else:
-            many = prompts  # type: ignore[assignment]
-        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
-        if len(each) != len(many):
-            raise ValueError(f"{len(many)} prompts came with {len(each)} sampling parameters: pass one, or one a prompt")
+        many = many_prompts(prompts)
+        each = params_of_each(params, len(many))
         names: list[str] = []
         try:
             for prompt, param in zip(many, each, strict=True):
@@ -415,14 +393,14 @@ class Engine:
         Raises:
             ValueError: there are no messages, the tokenizer has no chat template, or the template refuses them.
         """
-        if not messages:
-            raise ValueError("the conversation is empty: give at least one message")
+        messages = check_messages(messages)
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("this model has no chat template: use generate() with plain text")
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program of the checkpoint's, and raises what it likes
             raise ValueError(f"the model's chat template refuses the messages: {' '.join(str(error).split())}") from error
+        check_text(text)
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
@@ -468,16 +446,18 @@ class Engine:
         self.close()
 
 
-def _torch_device(name: str) -> torch.device:
-    """Raises ConfigError where the device is unknown or absent."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        get_device(device)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
-    return device
+def _checked(logits: torch.Tensor, token_ids: torch.Tensor) -> list[int]:
+    """The tokens on the host, in the one transfer that also tells of NaN: a row's largest logit shows whether it has any.
+
+    Raises SegueError where a row has NaN or infinity, or nothing but minus infinity: any token would be arbitrary.
+    """
+    chosen, is_finite = torch.stack((token_ids, logits.amax(dim=-1).isfinite().to(token_ids.dtype))).tolist()
+    if not all(is_finite):
+        raise SegueError(
+            f"the model's logits are not finite in {is_finite.count(0)} of {len(chosen)} rows (NaN or infinity): its "
+            "weights are damaged, or its activations overflow; try dtype=torch.float32"
+        )
+    return chosen
 
 
 def _make_cache(loaded: LoadedModel, num_pages: int, device: torch.device) -> PagedKVCache:

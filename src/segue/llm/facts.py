@@ -11,6 +11,7 @@ sizes in every layer. Everything else is refused in one line, where possible fro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,12 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from segue.errors import ConfigError
+from segue.graph import Call, calling
+from segue.llm.batch import dummy_batch, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROBE_ATTENTION = "segue_probe"
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_LIBRARIES = frozenset({"segue", "torch", "transformers"})
 _REFUSED_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -70,6 +74,18 @@ def check_supported(model_class: Any, config: Any) -> None:
     """ConfigError, naming the architecture and the reason, where Segue cannot run `model_class` with `config`."""
     name = model_class.__name__
     text = config.get_text_config()
+    for field in (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+    ):
+        value = getattr(text, field, None)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            _refuse(name, f"its config says {field} = {value!r}, which must be an integer of at least 1")
     if not getattr(model_class, "_supports_attention_backend", False):
         _refuse(name, "it does not declare transformers' attention interface")
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
@@ -111,8 +127,9 @@ def model_facts(model: PreTrainedModel, layers: tuple[LayerFacts, ...], eos_toke
 def attention_facts(model: PreTrainedModel) -> tuple[LayerFacts, ...]:
     """What each layer hands to its attention, in the order of the layers, from a forward pass of one token.
 
-    Leaves the model's attention implementation as it was. ConfigError where the pass fails, or where the layers do not
-    call the attention once each with one set of sizes.
+    Leaves the model's attention implementation as it was. ConfigError where the pass fails in transformers' code, or
+    where the layers do not call the attention once each with one set of sizes. An exception of code of the user's own
+    (a hook, a break, a model's subclass) goes on unchanged.
     """
     name = type(model).__name__
     before = model.config._attn_implementation
@@ -122,9 +139,13 @@ def attention_facts(model: PreTrainedModel) -> tuple[LayerFacts, ...]:
     try:
         model.set_attn_implementation(PROBE_ATTENTION)
         zero = torch.zeros(1, dtype=torch.int64, device=model.device)
-        with torch.inference_mode():
+        call = Call(batch=to_device(dummy_batch(1, 1), model.device))  # a model's breaks may read current().batch
+        with torch.inference_mode(), calling(call):
             model(input_ids=zero[None], position_ids=zero[None], use_cache=False, logits_to_keep=zero)
-    except Exception as error:  # whatever a model's own code raises here, the answer is that we cannot run it
+    except Exception as error:
+        if _is_of_user(error):
+            raise
+        # Whatever transformers' own code raises here, the answer is that we cannot run the model.
         first_line = (str(error).strip() or "no message").splitlines()[0]
         _refuse(name, f"a forward pass of one token without mask and cache fails: {type(error).__name__}: {first_line}")
     finally:
@@ -142,6 +163,21 @@ def _check_layers(name: str, config: Any, noted: list[LayerFacts]) -> None:
         _refuse(name, "its layers differ in their numbers of heads or head sizes, and one KV cache holds all")
     if len({layer.softcap for layer in noted}) != 1:
         _refuse(name, "its layers differ in the cap of their attention scores")
+
+
+def _is_of_user(error: Exception) -> bool:
+    """Whether code that is neither transformers', torch's, Python's nor ours stands between the error and the pass."""
+    if isinstance(error, _AddsToScores):
+        return False
+    trail, names = error.__traceback__, []
+    while trail is not None:
+        names.append(str(trail.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
+        trail = trail.tb_next
+    return not set(names) <= _LIBRARIES | sys.stdlib_module_names - {"__main__"}
+
+
+class _AddsToScores(ValueError):
+    """A layer hands over what the paged attention has no place for."""
 
 
 _notes: ContextVar[list[LayerFacts]] = ContextVar("segue_attention_notes")
@@ -164,7 +200,7 @@ def _probe(
 ) -> tuple[torch.Tensor, None]:
     """Notes the shapes (``[1, heads, tokens, dim]``) and returns zeros in the shape of an attention's result."""
     if attention_mask is not None or settings.get("position_bias") is not None:
-        raise ValueError("it adds a mask or a bias of its own to the attention scores")
+        raise _AddsToScores("it adds a mask or a bias of its own to the attention scores")
     _notes.get().append(
         LayerFacts(
             layer_idx=int(module.layer_idx),  # type: ignore[arg-type]

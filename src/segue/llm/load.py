@@ -11,9 +11,8 @@ registered before `load_model` is called.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from segue.errors import ConfigError
-from segue.llm.checkpoints import cache_folder, convert_gguf, default_model, require_extra
+from segue.llm.checkpoints import cache_folder, convert_gguf, default_model, in_hub_cache, require_extra
 from segue.llm.experts import guard_experts
 from segue.llm.facts import ModelFacts, attention_facts, check_supported, model_facts
+from segue.llm.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION", "LoadedModel", "ModelFacts", "cache_folder", "default_model", "load_model"]
 
 ATTENTION = "segue"
+_log = logging.getLogger("segue")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -62,11 +63,15 @@ def load_model(
     require_extra()
     from transformers import PreTrainedModel
 
+    if not isinstance(source, (str, Path, PreTrainedModel)):
+        raise TypeError(
+            f"source is {_shown(source)}; give a checkpoint folder, a GGUF file, a hub id, or a transformers model"
+        )
     device = _resolve_device(device)
     if isinstance(source, PreTrainedModel):
         return _take_model(source, device, dtype, tokenizer)
     location = _locate(source)
-    with _quiet():
+    with quiet():
         config = _load_config(location)
         check_supported(_model_class(location, config), config)
         if isinstance(location, Path):
@@ -119,6 +124,11 @@ def _locate(source: str | Path) -> Path | str:
     looks_like_path = isinstance(source, Path) or path.suffix in (".gguf", ".safetensors") or path.is_absolute()
     if looks_like_path or not _HUB_ID.fullmatch(str(source)) or str(source).startswith("."):
         raise ConfigError(f"there is no checkpoint folder {path}; give a folder, a .gguf file, or a hub id (owner/name)")
+    if "/" not in str(source) and not in_hub_cache(str(source), "config.json"):
+        raise ConfigError(
+            f"there is no checkpoint folder {str(source)!r} here; give a folder, a .gguf file, or a hub id with its owner "
+            "(owner/name)"
+        )
     return str(source)
 
 
@@ -146,7 +156,12 @@ def _config_problem(folder: Path, error: Exception) -> str:
         return f"{folder} is not a checkpoint of transformers: its config.json names no model_type"
     if "auto_map" in config:
         return f"model type {kind!r} needs code from its checkpoint, which Segue never runs; use a built-in architecture"
-    return f"the installed transformers cannot read the config of model type {kind!r}: {_one_line(error)}"
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return f"the installed transformers does not know the model type {kind!r} of {folder}: use a newer one"
+    reason = " ".join(str(error).split())[:300]
+    return f"{folder / 'config.json'} is not valid for model type {kind!r}: {type(error).__name__}: {reason}"
 
 
 def _model_class(location: Path | str, config: Any) -> Any:
@@ -176,13 +191,18 @@ def _check_weight_files(folder: Path) -> None:
         file = folder / name
         if not file.is_file():
             pickled = any(folder.glob("pytorch_model*.bin"))
-            hint = "pickled weights are never read; convert them to safetensors" if pickled else "bring it again"
+            hint = "pickled weights are never read; convert them to safetensors" if pickled else _remedy(folder)
             raise ConfigError(f"the checkpoint {folder} lacks {name}; {hint}")
         try:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} is damaged: {_one_line(error)}; bring the file again") from error
+            raise ConfigError(f"{file} is damaged: {_one_line(error)}; {_remedy(folder)}") from error
+
+
+def _remedy(folder: Path) -> str:
+    is_ours = folder.resolve().parent == cache_folder().resolve()
+    return f"remove {folder}, which is then converted again" if is_ours else "bring the file again"
 
 
 def _load_weights(location: Path | str, config: Any, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
@@ -197,6 +217,7 @@ def _load_weights(location: Path | str, config: Any, dtype: torch.dtype | Litera
             attn_implementation=ATTENTION,
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused below, by name; transformers refers to its report
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
@@ -207,7 +228,32 @@ def _load_weights(location: Path | str, config: Any, dtype: torch.dtype | Litera
             f"the weights of {location} lack {len(missing)} tensors of {type(model).__name__}, the first of them "
             f"{missing[0]}; they are of another architecture, or incomplete"
         )
+    mismatched = sorted(info["mismatched_keys"], key=str)
+    if mismatched:
+        name, in_file, in_model = mismatched[0]
+        raise ConfigError(
+            f"the weights of {location} cannot be loaded: {len(mismatched)} tensors have another shape than its config.json "
+            f"says, the first is {name}: {tuple(in_file)} in the file, {tuple(in_model)} by the config"
+        )
+    _check_unexpected(location, sorted(info["unexpected_keys"]), config)
     return model.requires_grad_(False)
+
+
+def _check_unexpected(location: Path | str, names: list[str], config: Any) -> None:
+    """Weights that the model has no place for: ConfigError where they are whole layers, else one line of warning."""
+    count = config.get_text_config().num_hidden_layers
+    found = (re.search(r"\b(?:layers|h|blocks)\.(\d+)\.", name) for name in names)
+    beyond = max((int(match[1]) for match in found if match is not None), default=-1)
+    if beyond >= count:
+        raise ConfigError(
+            f"the weights of {location} have {beyond + 1} layers, and its config.json says {count}: num_hidden_layers "
+            "belongs to another checkpoint"
+        )
+    if names:
+        _log.warning(
+            "segue: %s: %d tensors have no place in this architecture and are left out, the first is %s",
+            location, len(names), names[0],
+        )  # fmt: skip
 
 
 def _load_tokenizer(location: Path | str) -> PreTrainedTokenizerBase | None:
@@ -230,18 +276,9 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     return frozenset(found)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers' progress bars off, and as they were afterwards."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
+def _shown(value: object) -> str:
+    """None, or the name of a type."""
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+# Logits are float32: within these bounds none overflows, and none of the settings rounds to 0.
+TEMPERATURES = (1e-5, 1e5)
+REPETITION_PENALTIES = (1e-3, 1e3)
+MAX_PENALTY = 1e4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Frozen; one may serve many requests.
 
-    `temperature` 0 takes the likeliest token. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `repetition_penalty`
-    counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone. `stop` strings end the text
-    before they appear; `stop_token_ids` end it after the token. `logprobs` asks for the log-probability of the chosen
-    token and of that many likeliest ones, under the model's own distribution (before penalties and temperature).
-    Equal `seed`s give equal draws at equal positions in whatever batch; None draws a seed at admission.
+    `temperature` 0 takes the likeliest token; others lie in `TEMPERATURES`. `top_k` 0 or -1, `top_p` 1 and `min_p` 0
+    are off. `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
+    `stop` strings end the text before they appear; `stop_token_ids` end it after the token. `logprobs` asks for the
+    log-probability of the chosen token and of that many likeliest ones, under the model's own distribution (before
+    penalties and temperature). Equal `seed`s give equal draws at equal positions in whatever batch; None draws a seed
+    at admission.
     """
 
     max_tokens: int = 64
@@ -38,9 +45,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop, "a str or a sequence of str")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids, "a sequence of int"))
         self._check_integers()
         self._check_numbers()
         if not all(isinstance(text, str) and text for text in stop):
@@ -75,15 +82,27 @@ class SamplingParams:
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             _require(is_number, name, value, "a finite number")
-        _require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        least, most = TEMPERATURES
+        is_scale = self.temperature == 0 or least <= self.temperature <= most
+        _require(is_scale, "temperature", self.temperature, f"0, or from {least:g} to {most:g}")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "> 0")
+        least, most = REPETITION_PENALTIES
+        is_factor = least <= self.repetition_penalty <= most
+        _require(is_factor, "repetition_penalty", self.repetition_penalty, f"from {least:g} to {most:g}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(abs(getattr(self, name)) <= MAX_PENALTY, name, getattr(self, name), f"within +-{MAX_PENALTY:g}")
 
 
 def draw_seed() -> int:
     """A fresh seed for a request that named none: from the system, so that no generator of torch or Python advances."""
     return secrets.randbits(63)
+
+
+def _tuple(name: str, value: object, kinds: str) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
+        raise TypeError(f"{name} is {value!r}; it must be {kinds}")
+    return tuple(value)
 
 
 def _is_int(value: object) -> bool:

@@ -87,7 +87,8 @@ class BatchRunner(Runner[HostBatch]):
     # -- Runner --------------------------------------------------------------------------------------------------------
 
     def prepare(self, key: ShapeKey) -> Call:
-        host = dummy_batch(key.tokens, self.slots(key.tokens), page_size=self._attention.cache.page_size)
+        page_size, longest = self._attention.cache.page_size, self.limits.max_context
+        host = dummy_batch(key.tokens, self.slots(key.tokens), longest=longest, page_size=page_size)
         return self._load(host, key)
 
     def forward(self, key: ShapeKey) -> Forward:

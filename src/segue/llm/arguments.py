@@ -1,0 +1,69 @@
+"""What callers hand to the engine, checked before anything is queued: one line each, naming the argument."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from segue.llm.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raises TypeError where `value` is no `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}")
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError for a str that no encoding can write, as undecodable bytes of a command line become."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid text: character {error.start} is half a surrogate pair") from None
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """A conversation as a list. Raises TypeError where it is none, ValueError where it is empty."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise TypeError(f"messages is a {type(messages).__name__}; it must be a list of dicts with role and content")
+    found = list(messages)
+    if not found:
+        raise ValueError("the conversation is empty: give at least one message")
+    for message in found:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise TypeError("each message must be a dict with role and content")
+    return found
+
+
+def prompt_ids(prompt: object) -> list[int]:
+    """Token ids of a prompt that is no text."""
+    try:
+        return [operator.index(i) for i in prompt]  # type: ignore[attr-defined]
+    except TypeError:
+        raise TypeError(f"a prompt is text or a sequence of token ids, not {type(prompt).__name__}") from None
+
+
+def many_prompts(prompts: object) -> list[Any]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts is a {type(prompts).__name__}; it must be text, token ids, or a list of those")
+    found = list(prompts)
+    return [found] if found and isinstance(found[0], Integral) else found
+
+
+def params_of_each(params: object, count: int) -> list[Any]:
+    """Sampling parameters for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, (str, bytes)):
+        check_type("params", params, SamplingParams)
+    each = list(params)  # type: ignore[call-overload]
+    if len(each) != count:
+        raise ValueError(f"{count} prompts came with {len(each)} sampling parameters: pass one, or one a prompt")
+    return each
