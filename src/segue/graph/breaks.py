@@ -132,14 +132,19 @@ def break_graph() -> None:
     """Splits a segmented recording here, with no work in between. A plain no-op elsewhere."""
 
 
-@contextmanager
-def handling(handler: BreakHandler | None) -> Iterator[None]:
-    """Breaks met inside go to `handler`; None makes them plain calls."""
-    token: Token[BreakHandler | None] = _handler.set(handler)
-    try:
-        yield
-    finally:
-        _handler.reset(token)
+class handling:
+    """Breaks met inside go to `handler`; None makes them plain calls. A class, because each break of a trace enters one."""
+
+    __slots__ = ("_handler", "_token")
+
+    def __init__(self, handler: BreakHandler | None) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        self._token: Token[BreakHandler | None] = _handler.set(self._handler)
+
+    def __exit__(self, *_: object) -> None:
+        _handler.reset(self._token)
 
 
 # -- the live call ----------------------------------------------------------------------------------------------------
