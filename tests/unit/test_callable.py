@@ -641,3 +641,69 @@ def test_what_a_break_writes_must_be_named_to_be_verified(new: Any) -> None:
     step = segue.graph(lambda x: body(x) * 2, verify="first")
     check_calls(step, lambda x: (x + 1) * 2, calls(new, (3,)))
     assert "writes" in step.report().rows[0].unverified
+
+
+class _Held(torch.nn.Module):
+    """Multiplies by whatever `held` makes of an input."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.held, tuple):
+            return x * self.held[0]
+        return x * (self.held(x) if callable(self.held) else self.held)
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, 3), (5, 3)),
+        (_double, torch.relu),
+        (_double, lambda x: x - 1),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+    ],
+    ids=["tuple of numbers", "function", "lambda", "int to float", "int to bool", "sign of zero"],
+)
+def test_a_rebound_attribute_of_any_kind_is_noticed(before: Any, after: Any, new: Any) -> None:
+    model = _Held(before)
+    step = segue.graph(model)
+    x = torch.arange(1, 5) if isinstance(before, int) else new(4)
+    for _ in range(4):
+        same(step(x), model(x))
+    model.held = after
+    for _ in range(4):
+        got, expected = step(x), model(x)
+        same(got, expected)
+        assert got.dtype == expected.dtype and torch.equal(torch.signbit(got.float()), torch.signbit(expected.float()))
+
+
+def test_a_tuple_of_tensors_that_is_replaced_is_noticed(new: Any) -> None:
+    model = _Held((new(4),))
+    step = segue.graph(model)
+    x = new(4)
+    for _ in range(4):
+        same(step(x), model(x))
+    model.held = (new(4),)
+    for _ in range(4):
+        same(step(x), model(x))
+
+
+def test_weights_behind_a_nested_wrapper_are_audited(device: Device, new: Any) -> None:
+    layer = torch.nn.Linear(4, 4, device=device.device)
+    inner = segue.graph(layer, inference=True)
+    outer = segue.graph(lambda x: inner(x) + 1, inference=True)
+    x = new(3, 4)
+    for _ in range(4):
+        outer(x)
+    layer.weight = torch.nn.Parameter(torch.zeros_like(layer.weight))
+    with torch.no_grad():
+        for _ in range(3):
+            same(outer(x), layer(x) + 1)

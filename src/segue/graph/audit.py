@@ -55,10 +55,13 @@ class Audit:
                 tensors[id(link.value)] = link.value
             elif link.is_near and isinstance(link.value, _SCALARS):
                 scalars.append(index)
+            elif link.is_near and not isinstance(link.value, (torch.Tensor, torch.nn.Module)):
+                wanted.update(reach.path(index))  # a function, a tuple of numbers, an enum: by identity
         links = [tuple(reach.links[i][:3]) for i in sorted(wanted)]
         links += [(t, k, v) for t in tables for k, v in t.items() if isinstance(v, torch.Tensor) and v.numel() == 1]
         self._containers, self._keys, self._values = _columns(links)
-        self._scalar_holders, self._scalar_keys, self._scalars = _columns([reach.links[i][:3] for i in scalars])
+        self._scalar_holders, self._scalar_keys, values = _columns([reach.links[i][:3] for i in scalars])
+        self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
         self._tensors = [t for t in tensors.values() if t.layout is torch.strided]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._indices = list(range(len(self._tensors)))
@@ -70,7 +73,7 @@ class Audit:
                 self._tables == self._snapshots
                 and are_at(self._tensors, self._addresses, self._indices)
                 and all(map(is_, map(getitem, self._containers, self._keys), self._values))
-                and list(map(getitem, self._scalar_holders, self._scalar_keys)) == self._scalars
+                and list(map(repr, map(getitem, self._scalar_holders, self._scalar_keys))) == self._scalars
                 and list(map(_training, self._flag_holders)) == self._flags
             )
         except (RuntimeError, LookupError, TypeError, ValueError):  # an entry is gone, or two tensors could not be compared

@@ -28,6 +28,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _OPAQUE = (type, ModuleType, BuiltinFunctionType, CodeType, torch.dtype, torch.device)
+_WRAPPER = "segue.runners.callable"
 _LIBRARIES = ("torch", "builtins", "segue.", "threading", "logging", "collections", "functools")
 
 
@@ -92,11 +93,13 @@ class Reach:
                 self._follow(part, depth, parent, label)
         elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:  # others may make items when asked
             self._visit_items(value, value, depth, parent, label)
-        elif isinstance(value, list):
+        elif isinstance(value, (list, tuple)):  # a tuple's items cannot change, but the way to them can
             self._visit_items(value, dict(enumerate(value[:_MAX_ITEMS])), depth, parent, label)
-        elif isinstance(value, (tuple, set, frozenset)):
+        elif isinstance(value, (set, frozenset)):
             for item in tuple(value)[:_MAX_ITEMS]:
                 self._follow(item, depth, parent, label)
+        elif type(value).__module__ == _WRAPPER:  # what another segue.graph wraps is recorded with its caller
+            self._follow(vars(value)["_function"], depth, parent, label)
         elif not type(value).__module__.startswith(_LIBRARIES):
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
