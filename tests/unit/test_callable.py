@@ -707,3 +707,12 @@ def test_weights_behind_a_nested_wrapper_are_audited(device: Device, new: Any) -
     with torch.no_grad():
         for _ in range(3):
             same(outer(x), layer(x) + 1)
+
+
+@pytest.mark.parametrize("view", [lambda x: x[1:], lambda x: x.t(), lambda x: x.view(-1), lambda x: x], ids=str)
+def test_a_view_of_a_padded_argument_comes_back(view: Any, new: Any) -> None:
+    step = segue.graph(lambda x: (view(x), x * 2), pad={"x": segue.Pad(ladder=[4, 8])})
+    for rows in (3, 3, 3, 2, 4, 3):
+        x = new(rows, 3)
+        _, doubled = step(x)
+        same(doubled, x * 2)

@@ -149,8 +149,8 @@ class Outputs:
     def viewed(self, live: Sequence[torch.Tensor], cut: Cut | None) -> Any:
         """The output as views of static memory."""
         results = [
-            _live_view(kind, live[kind.place], cut)
-            if isinstance(kind, _Input)
+            _live_view(kind, live[kind.place])
+            if isinstance(kind, _Input) and (kind.is_whole or cut is None)
             else cut(leaf)
             if cut is not None and kind is not None
             else leaf
@@ -159,9 +159,9 @@ class Outputs:
         return unflatten(self._spec, iter(results))
 
     def _of_input(self, leaf: torch.Tensor, kind: _Input, live: Sequence[torch.Tensor], cut: Cut | None) -> torch.Tensor:
-        """A view of the live input; a copy where that lies otherwise than the static one."""
-        if kind.is_whole or live[kind.place].stride() == self._inputs[kind.place].stride():
-            return _live_view(kind, live[kind.place], cut)
+        """A view of the live input; a copy where that lies otherwise than the static one, or has fewer rows."""
+        if kind.is_whole or (cut is None and live[kind.place].stride() == self._inputs[kind.place].stride()):
+            return _live_view(kind, live[kind.place])
         return (leaf if cut is None else cut(leaf)).clone()
 
     def _find_groups(self, fresh: Iterable[int]) -> list[torch.Tensor]:
@@ -213,13 +213,12 @@ def _input_kind(leaf: torch.Tensor, place: int, static: torch.Tensor) -> _Input:
     return _Input(place, is_whole, leaf.dtype, tuple(leaf.shape), leaf.stride(), offset)
 
 
-def _live_view(kind: _Input, live: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+def _live_view(kind: _Input, live: torch.Tensor) -> torch.Tensor:
     if kind.is_whole:
         return live
     typed = live if live.dtype == kind.dtype else live.view(kind.dtype)
     start = typed.storage_offset() + kind.offset // kind.dtype.itemsize
-    view = typed.as_strided(kind.size, kind.stride, start)
-    return view if cut is None else cut(view)
+    return typed.as_strided(kind.size, kind.stride, start)
 
 
 def _member(kind: _Member, base: torch.Tensor, cut: Cut | None) -> torch.Tensor:
