@@ -4,6 +4,7 @@ from segue.config import GraphConfig, PhaseConfig
 from segue.errors import SegueError
 from segue.graph import break_graph, current, eager_on_graph
 from segue.graph.lease import Lease, copy_to
+from segue.memory.workspace import Workspace
 from segue.observe.decision import Decision, Reason
 from segue.runners.call_padding import Pad
 from segue.runners.callable import disabled, graph  # `segue.graph` is this function; the folder of that name is private
@@ -16,6 +17,7 @@ __all__ = [
     "PhaseConfig",
     "Reason",
     "SegueError",
+    "Workspace",
     "break_graph",
     "copy_to",
     "current",

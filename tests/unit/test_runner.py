@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import segue
 from segue.backends import Forward, make_backend
 from segue.device import Device
 from segue.errors import CaptureError, CaptureNotAllowed, CaptureOutOfMemory, ReplayError, StrictModeError
@@ -222,6 +224,18 @@ def test_warm_ups_run_as_often_as_configured(make: Make) -> None:
     runner.trouble = lambda rung, x: calls.append(rung)
     runner.capture()
     assert calls == [2] * 4  # three warm-ups, the last of them the trace, and the capture
+
+
+def test_a_plain_argument_of_a_break_that_changes_between_warm_ups_is_refused_by_name(make: Make) -> None:
+    steps = itertools.count()
+    shift = segue.eager_on_graph(lambda x, step: None)
+    runner = make(backend="breakable", ladder=(2,), num_warmups=2)
+    runner.trouble = lambda rung, x: shift(x, next(steps))
+    with pytest.raises(CaptureError, match="its argument step was 0 and then 1"):
+        runner.capture()
+    runner.trouble = lambda rung, x: shift(x, 7)
+    assert len(runner.capture().records) == 1
+    check(runner, 2, 2)
 
 
 # -- a shape that cannot be recorded -----------------------------------------------------------------------------------

@@ -41,11 +41,6 @@ class Backend(ABC):
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
 
-    def warm(self, forward: Forward) -> None:
-        """Runs `forward` once, unwatched, where its trace will run."""
-        with self.lane.device.on_stream(self.lane.stream):
-            forward()
-
     @abstractmethod
     def trace(self, forward: Forward, like: Trace | None = None) -> tuple[Any, Trace]:
         """Runs `forward` once and returns its result and the trace; ordered with the current stream's work."""

@@ -76,9 +76,6 @@ class CpuPool:
         for free in self._free:
             free.clear()
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return self._chunk_of(data_address(tensor)) is not None
-
     def allocate(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """A tensor in a block of its own, filled with poison: NaN, or a large integer."""
         nbytes = extent_bytes(dtype, size, stride)

@@ -123,7 +123,6 @@ class Outputs:
         self._groups = self._find_groups(fresh)
         self.needs_strides = sorted({k.place for k in self._kinds if isinstance(k, _Input) and not k.is_whole})
         """inputs of which a view is returned: a live one must lie as the static one does"""
-        self._is_plain = not any(isinstance(k, (_Input, _Member)) for k in self._kinds)
         self._only = leaves[0] if self._spec.is_leaf and self._kinds == [torch.clone] else None
 
     def copied(self, live: Sequence[torch.Tensor], cut: Cut | None) -> Any:

@@ -337,7 +337,6 @@ class _CaptureWatch:
         self.difference: Difference | None = None
         self.made_at: dict[int, str] = {}
         self.outside = OutsideAccess()
-        self._lines: dict[int, Location] = {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:

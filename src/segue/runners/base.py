@@ -191,9 +191,11 @@ class Runner(ABC, Generic[B]):
         tell(key, "warm-up")
         try:
             with calling(self.prepare(key)):
+                trace = self.backend.trace(self.forward(key), like=largest)[1]
                 for _ in range(self.settings.num_warmups - 1):
-                    self.backend.warm(self.forward(key))
-                return self.backend.trace(self.forward(key), like=largest)[1]
+                    before, trace = trace, self.backend.trace(self.forward(key), like=largest)[1]
+                    before.check_scalars(trace)
+                return trace
         except torch.OutOfMemoryError as error:
             self._failed(key, CaptureOutOfMemory(f"out of memory in the warm-up: {error}"), report)
         except CaptureError as error:
