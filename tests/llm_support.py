@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Grouped heads; biases; a window in all layers; a cap and a window in every other layer; experts; sinks and experts."""
 
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3": {}, "Phi3": {}, "Olmo2": {}, "Granite": {}, "SmolLM3": {}, "Ernie4_5": {}, "Starcoder2": {},
+    "Qwen3": {}, "Gemma": {}, "Phi3": {}, "Olmo2": {}, "Granite": {}, "SmolLM3": {}, "Ernie4_5": {}, "Starcoder2": {},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
     "Cohere2": {"sliding_window": 19},
     "Gemma3Text": {"sliding_window": 19},

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,9 @@ class ForwardBatch:
     host: HostBatch
     tree_mask: torch.Tensor | None = None
     plan: Any = None
+
+    def planned(self, plan: Any) -> ForwardBatch:
+        return replace(self, plan=plan)
 
 
 def build_batch(rows: Sequence[RequestRows], page_size: int = PAGE_SIZE) -> HostBatch:

@@ -26,7 +26,8 @@ class EngineConfig:
     """Settings of an engine. Counts are in requests and tokens; "auto" follows from device and model.
 
     `chunk_size` bounds the tokens of one prefill step, `max_requests` the requests that run at once, `max_context` the
-    prompt and output of one request together, `num_pages` the cache (16 tokens a page, two of them reserved).
+    prompt and output of one request together, `num_pages` the cache (16 tokens a page, two of them reserved). `fuse` says
+    whether the model's layers are fused (`segue.llm.fuse`); "auto" is on cuda.
     """
 
     device: str | torch.device = "auto"
@@ -36,6 +37,7 @@ class EngineConfig:
     max_context: int | Literal["auto"] = "auto"
     num_pages: int | Literal["auto"] = "auto"
     attention: str = "auto"
+    fuse: bool | Literal["auto"] = "auto"
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
@@ -45,6 +47,8 @@ class EngineConfig:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be 'auto' or a floating-point torch.dtype")
         if not isinstance(self.attention, str):
             raise ConfigError(f"attention is {self.attention!r}; it must be 'auto' or the name of one")
+        if self.fuse not in (True, False, "auto"):
+            raise ConfigError(f"fuse is {self.fuse!r}; it must be True, False or 'auto'")
         if not isinstance(self.graphs, GraphConfig):
             raise ConfigError(f"graphs is {self.graphs!r}; it must be a GraphConfig, such as GraphConfig(decode='full')")
         for name, least in (("chunk_size", 1), ("max_requests", 1), ("max_context", 2), ("num_pages", 3)):

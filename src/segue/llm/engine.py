@@ -25,6 +25,7 @@ from segue.llm.arguments import Prompt, check_messages, check_text, check_type, 
 from segue.llm.attention import make_attention, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
 from segue.llm.config import EngineConfig, fitted_graphs, settle_sizes, torch_device
+from segue.llm.fuse import FusionReport, fuse
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.load import LoadedModel, load_model
 from segue.llm.outputs import RequestOutput, TokenLogprob
@@ -91,6 +92,10 @@ class Engine:
         loaded = load_model(source, device=device, dtype=self.config.dtype, tokenizer=tokenizer)
         self.facts = loaded.facts
         self.tokenizer = loaded.tokenizer
+        self.fusion: FusionReport | None = None
+        if self.config.fuse is True or (self.config.fuse == "auto" and device.type == "cuda"):
+            longest = self.facts.max_context if self.config.max_context == "auto" else self.config.max_context
+            self.fusion = fuse(loaded.model, loaded.facts, min(longest, self.facts.max_context))
         self.sizes = settle_sizes(self.config, loaded.facts, device)
         self.cache = _make_cache(loaded, self.sizes.num_pages, device)
         self.lane = Lane(self.device)

@@ -28,8 +28,8 @@ def make_attention(name: str, cache: PagedKVCache) -> Attention:
 @eager_on_graph(static=("layer", "scaling", "window", "softcap"))
 def paged_attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     layer: int,
     scaling: float,
     window: int | None,

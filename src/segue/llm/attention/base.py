@@ -36,10 +36,20 @@ class LayerSpec(NamedTuple):
 class Plan(Protocol):
     """Attention for one batch. Writes K and V of all T rows, then attends; rows of padding may hold anything finite."""
 
+    cache: PagedKVCache
+
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: LayerSpec, sinks: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``q[T, heads, dim]``, ``k[T, kv_heads, dim]``, ``v[T, kv_heads, value_dim]`` -> ``[T, heads, value_dim]``."""
+        """``q[T, heads, dim]``, ``k[T, kv_heads, dim]``, ``v[T, kv_heads, value_dim]`` -> ``[T, heads, value_dim]``.
+
+        `k` and `v` are None where a fused model wrote them to the cache itself.
+        """
         ...
 
 

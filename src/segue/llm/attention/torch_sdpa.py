@@ -42,7 +42,7 @@ class _LivePlan:
     """One call of the kernel a request, over exactly its visible rows. Rows of padding come out as zeros."""
 
     def __init__(self, cache: PagedKVCache, batch: ForwardBatch) -> None:
-        self._cache = cache
+        self.cache = cache
         self._slots = batch.slot_mapping.long()
         host = batch.host
         self._query_lens = host.query_lens[: host.num_requests]
@@ -50,10 +50,16 @@ class _LivePlan:
         self._rows = [_slots_of(batch.block_table[i], length, cache.page_size) for i, length in enumerate(self._seq_lens)]
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: LayerSpec, sinks: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        self._cache.write(spec.layer, self._slots, k, v)
-        keys, values = self._cache.keys[spec.layer], self._cache.values[spec.layer]
+        if k is not None and v is not None:
+            self.cache.write(spec.layer, self._slots, k, v)
+        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])
         start = 0
         for rows, num_new, length in zip(self._rows, self._query_lens, self._seq_lens, strict=True):
@@ -73,7 +79,7 @@ class _StaticPlan:
     mask that tells the requests apart."""
 
     def __init__(self, cache: PagedKVCache, tokens: int, requests: int, context: int, *, is_decode: bool) -> None:
-        self._cache = cache
+        self.cache = cache
         self._is_decode = is_decode
         device = cache.keys[0].device
         with torch.inference_mode(False):
@@ -85,7 +91,7 @@ class _StaticPlan:
             self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
 
     def update(self, batch: ForwardBatch) -> None:
-        size = self._cache.page_size
+        size = self.cache.page_size
         places = self._places
         pages = batch.block_table[:, : -(-places.shape[0] // size)].long().repeat_interleave(size, dim=1)
         rows = pages[:, : places.shape[0]] * size + places % size
@@ -99,10 +105,16 @@ class _StaticPlan:
             self._owner.copy_(owners)  # padded tokens belong to no slot: their index is past the last
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: LayerSpec, sinks: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        self._cache.write(spec.layer, self._slots, k, v)
-        keys, values = self._cache.keys[spec.layer][self._rows], self._cache.values[spec.layer][self._rows]
+        if k is not None and v is not None:
+            self.cache.write(spec.layer, self._slots, k, v)
+        keys, values = self.cache.keys[spec.layer][self._rows], self.cache.values[spec.layer][self._rows]
         if self._is_decode:  # [R, heads, 1, dim] against [R, kv_heads, context, dim]
             visible = self._is_visible
             if spec.window is not None:

@@ -9,7 +9,6 @@ it is recorded. The recording holds the model and the LM head for the last token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +111,7 @@ class BatchRunner(Runner[HostBatch]):
 
     def run_on(self, batch: ForwardBatch) -> torch.Tensor:
         """The model over a device batch, eagerly, with a live plan."""
-        planned = _with_plan(batch, self._attention.plan_live(batch))
+        planned = batch.planned(self._attention.plan_live(batch))
         with calling(Call(batch=planned)):
             return self._model(planned)
 
@@ -129,12 +128,12 @@ class BatchRunner(Runner[HostBatch]):
         assert self._inputs is not None
         batch = ForwardBatch(**self._inputs.view(key.tokens, self.slots(key.tokens)), host=host)
         if self.backend.is_segmented:
-            return _with_plan(batch, self._attention.plan_live(batch))
+            return batch.planned(self._attention.plan_live(batch))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._attention.static_plan(key)
         plan.update(batch)
-        return _with_plan(batch, plan)
+        return batch.planned(plan)
 
 
 def _slots(pages: int) -> list[Slot]:
@@ -150,7 +149,3 @@ def _slots(pages: int) -> list[Slot]:
         Slot("num_tokens", None, torch.int32, whole, shape=(1,)),
         Slot("last_index", "requests", torch.int64, whole),
     ]
-
-
-def _with_plan(batch: ForwardBatch, plan: Any) -> ForwardBatch:
-    return replace(batch, plan=plan)

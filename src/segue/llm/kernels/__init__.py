@@ -1,0 +1,58 @@
+"""The small operations between the matrix products, each one launch: `torch.ops.segue.*`.
+
+They are operations of torch's dispatcher, so that a trace sees what they read and write, whatever runs underneath:
+`reference` on the CPU (and for shapes on the meta device), `triton_kernels` on CUDA where triton is installed. Both round
+where transformers' code rounds, so results differ from it by the order of a sum at the most.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from segue.llm.kernels import reference
+
+__all__ = ["ACTIVATIONS", "has_triton"]
+
+ACTIVATIONS = tuple(reference.ACTIVATIONS)
+
+_SCHEMAS = {
+    # x[T, H] -> [T, H]; `adds_one` multiplies by 1 + weight, before the rounding (Gemma)
+    "rms_norm": "(Tensor x, Tensor weight, float eps, bool adds_one) -> Tensor",
+    # x[T, 2F], gate and up side by side -> activation(gate) * up [T, F]
+    "gated": "(Tensor x, str activation) -> Tensor",
+    # qkv[T, (heads + 2 kv_heads) * D], cos and sin [T, D] -> q[T, heads, D]; K and V go to their slots of the cache
+    "rotate_into": (
+        "(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, bool adds_one, "
+        "Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor"
+    ),
+}
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+_library = torch.library.Library("segue", "DEF")
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema)
+    for _key in ("CPU", "Meta"):
+        _library.impl(_name, getattr(reference, _name), _key)
+
+
+def _on_cuda(name: str) -> None:
+    """Imports triton at the first call: it takes a second, and most processes never need it."""
+
+    def call(*args: object) -> object:
+        if has_triton():
+            from segue.llm.kernels import triton_kernels as kernels
+        else:
+            from segue.llm.kernels import reference as kernels  # type: ignore[no-redef]
+        return getattr(kernels, name)(*args)
+
+    _library.impl(name, call, "CUDA")
+
+
+for _name in _SCHEMAS:
+    _on_cuda(_name)

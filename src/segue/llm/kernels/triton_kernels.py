@@ -1,0 +1,155 @@
+"""The operations as Triton kernels. Every size that varies from batch to batch is an argument that Triton does not
+specialise on, so a kernel is compiled once a model, in its first warm-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_HEADS_PER_PROGRAM = 8
+_GATED_BLOCK = 1024
+_ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+@triton.jit
+def _norm_kernel(x, weight, out, stride: Any, size, eps, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    values = tl.load(x + row * stride + at, mask=inside, other=0.0)
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    wide = values.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    if ADDS_ONE:
+        result = wide * (1.0 + scale)
+    else:
+        result = wide.to(values.dtype).to(tl.float32) * scale
+    tl.store(out + row * size + at, result.to(values.dtype), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool) -> torch.Tensor:
+    size = x.shape[-1]
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size).contiguous()
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    _norm_kernel[(rows.shape[0],)](
+        rows, weight, out, rows.stride(0), size, eps,
+        ADDS_ONE=adds_one, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return out.view(x.shape)
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _gated_kernel(x, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    narrow = tl.load(x + row * 2 * size + at, mask=inside, other=0.0)
+    up = tl.load(x + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
+    gate = narrow.to(tl.float32)
+    if ACTIVATION == 0:
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == 1:
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        gate = 0.5 * gate * (1.0 + _tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+    tl.store(out + row * size + at, (gate.to(narrow.dtype).to(tl.float32) * up).to(narrow.dtype), mask=inside)
+
+
+def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    rows, size = x.shape[0], x.shape[1] // 2
+    x = x.contiguous()
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(size, _GATED_BLOCK), rows)
+    _gated_kernel[grid](x, out, size, ACTIVATION=_ACTIVATION_CODES[activation], BLOCK=_GATED_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _rotate_kernel(
+    qkv, cos, sin, q_weight, k_weight, slots, keys, values, q_out,
+    stride, cos_stride, heads, kv_heads, eps,
+    HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    at = tl.arange(0, BLOCK)
+    inside = at < HALF
+    is_q = head < heads
+    is_k = (head >= heads) & (head < heads + kv_heads)
+    is_v = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
+    exists = (head < heads + 2 * kv_heads)[:, None] & inside[None]
+    source = qkv + row * stride + head[:, None] * (2 * HALF) + at[None]
+    first_in = tl.load(source, mask=exists, other=0.0)
+    second_in = tl.load(source + HALF, mask=exists, other=0.0)
+    dtype = first_in.dtype
+    first, second = first_in.to(tl.float32), second_in.to(tl.float32)
+    if HAS_NORM:
+        mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)[:, None]
+        first, second = first * scale, second * scale
+        wq1 = tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32)[None]
+        wq2 = tl.load(q_weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None]
+        wk1 = tl.load(k_weight + at, mask=inside, other=0.0).to(tl.float32)[None]
+        wk2 = tl.load(k_weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None]
+        w1, w2 = tl.where(is_q[:, None], wq1, wk1), tl.where(is_q[:, None], wq2, wk2)
+        if ADDS_ONE:
+            first, second = first * (1.0 + w1), second * (1.0 + w2)
+        else:
+            first = first.to(dtype).to(tl.float32) * w1
+            second = second.to(dtype).to(tl.float32) * w2
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    c1 = tl.load(cos + row * cos_stride + at, mask=inside, other=0.0).to(tl.float32)[None]
+    c2 = tl.load(cos + row * cos_stride + HALF + at, mask=inside, other=0.0).to(tl.float32)[None]
+    s1 = tl.load(sin + row * cos_stride + at, mask=inside, other=0.0).to(tl.float32)[None]
+    s2 = tl.load(sin + row * cos_stride + HALF + at, mask=inside, other=0.0).to(tl.float32)[None]
+    out1 = (first * c1).to(dtype).to(tl.float32) - (second * s1).to(dtype).to(tl.float32)
+    out2 = (second * c2).to(dtype).to(tl.float32) + (first * s2).to(dtype).to(tl.float32)
+    out1, out2 = out1.to(dtype), out2.to(dtype)
+    q_at = q_out + (row * heads + head[:, None]) * (2 * HALF) + at[None]
+    to_q = is_q[:, None] & inside[None]
+    tl.store(q_at, out1, mask=to_q)
+    tl.store(q_at + HALF, out2, mask=to_q)
+    slot = tl.load(slots + row).to(tl.int64)
+    k_at = keys + (slot * kv_heads + head[:, None] - heads) * (2 * HALF) + at[None]
+    to_k = is_k[:, None] & inside[None]
+    tl.store(k_at, out1, mask=to_k)
+    tl.store(k_at + HALF, out2, mask=to_k)
+    v_at = values + (slot * kv_heads + head[:, None] - heads - kv_heads) * (2 * HALF) + at[None]
+    to_v = is_v[:, None] & inside[None]
+    tl.store(v_at, first_in, mask=to_v)
+    tl.store(v_at + HALF, second_in, mask=to_v)
+
+
+def rotate_into(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    adds_one: bool,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    kv_heads, dim = keys.shape[1:]
+    rows = qkv.shape[0]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    grid = (triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM), rows)
+    _rotate_kernel[grid](
+        qkv, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
+        slots, keys, values, q, qkv.stride(0), cos.stride(0), heads, kv_heads, eps,
+        HAS_NORM=q_weight is not None, ADDS_ONE=adds_one, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
+        HEADS=_HEADS_PER_PROGRAM, num_warps=4,
+    )  # fmt: skip
+    return q

@@ -1,0 +1,174 @@
+"""Fusion: fused models write transformers' text, and what is not the same is not fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from segue import config as c
+from segue.llm import Engine, EngineConfig, SamplingParams
+from segue.llm.attention import register
+from segue.llm.fuse import FusionReport, fuse
+from segue.llm.kernels import reference
+from segue.llm.load import LoadedModel, load_model
+
+pytest.importorskip("transformers")
+from llm_support import assert_same_text, greedy, prompt_of, tiny_model
+
+WHOLE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Mixtral", "Qwen3Moe")
+"""families whose layers are fused whole"""
+NUM_TOKENS = 12
+
+
+def loaded(family: str = "Llama", **changes: Any) -> LoadedModel:
+    register()
+    return load_model(tiny_model(family, **changes), device="cpu")
+
+
+def fused(model: LoadedModel) -> FusionReport:
+    return fuse(model.model, model.facts, 128)
+
+
+def engine_of(model: Any, decode: str, prefill: str, **changes: Any) -> Engine:
+    graphs = c.GraphConfig(
+        decode=c.PhaseConfig(backend=decode, ladder=(1, 3), max_padding=3.0),
+        prefill=c.PhaseConfig(backend=prefill, ladder=(32,), max_padding=32.0),
+    )
+    sizes = {"chunk_size": 32, "max_requests": 3, "max_context": 128} | changes
+    return Engine(model, EngineConfig(device="cpu", graphs=graphs, **sizes))
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_every_part_of_these_families_is_fused(family: str) -> None:
+    report = fused(loaded(family))
+    assert report.left == {}
+    kinds = {"norm", "attention", "layer", "rotary"} | (set() if "Mo" in family or family == "Mixtral" else {"mlp"})
+    assert set(report.fused) == kinds and report.fused["layer"] == 2
+
+
+@pytest.mark.parametrize("family", [*WHOLE, "Gemma2", "GptOss", "Granite", "Olmo2", "Starcoder2"])
+@pytest.mark.parametrize(("decode", "prefill"), [("full", "breakable"), ("breakable", "full"), ("disabled", "disabled")])
+def test_a_fused_model_writes_the_text_of_transformers(family: str, decode: str, prefill: str) -> None:
+    oracle = tiny_model(family)
+    prompts = [prompt_of(n) for n in (3, 21, 45)]
+    with engine_of(tiny_model(family), decode, prefill, fuse=True) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+        assert engine.fusion is not None and engine.fusion.fused
+        assert not any(reason != "disabled" for p in engine.stats()["phases"].values() for reason in p["eager"])
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_same_text(oracle, prompt, output.token_ids, greedy(oracle, prompt, NUM_TOKENS), f"{family} fused")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mixtral"])
+def test_a_fused_model_answers_as_itself_outside_an_engine(family: str) -> None:
+    model, oracle = loaded(family), tiny_model(family)
+    fused(model)
+    prompt = prompt_of(9)
+    assert greedy(model.model, prompt, NUM_TOKENS) == greedy(oracle, prompt, NUM_TOKENS)
+
+
+def test_a_layer_that_scales_its_residual_is_not_fused_whole() -> None:
+    report = fused(loaded("Granite", residual_multiplier=0.22))
+    assert report.fused["layer"] == 0 and report.fused["attention"] == report.fused["mlp"] == 2
+    assert report.left["layer", "GraniteDecoderLayer: it computes something else"] == 2
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attn", "mlp", "self_attn.q_proj", "mlp.up_proj"])
+def test_what_has_hooks_still_calls_them(part: str) -> None:
+    """An mlp is called as a module in a fused layer; a layer whose attention has hooks is not fused."""
+    model = tiny_model()
+    calls = []
+    model.model.layers[0].get_submodule(part).register_forward_hook(lambda *_: calls.append(part))
+    with engine_of(model, "disabled", "disabled", fuse=True) as engine:
+        calls.clear()
+        engine.generate([prompt_of(5)], SamplingParams(temperature=0.0, max_tokens=2))
+        assert engine.fusion is not None and engine.fusion.fused["layer"] == (2 if "mlp" in part else 1)
+    assert len(calls) == 2
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj", "self_attn.o_proj"])
+def test_a_linear_layer_of_another_kind_is_left_alone(name: str) -> None:
+    def changed() -> Any:
+        model = tiny_model()
+        parent, _, attribute = name.rpartition(".")
+        old = model.model.layers[1].get_submodule(name)
+        new = Doubling(old.in_features, old.out_features, bias=False)
+        new.load_state_dict(old.state_dict())
+        setattr(model.model.layers[1].get_submodule(parent), attribute, new)
+        return model.eval()
+
+    prompt = prompt_of(7)
+    with engine_of(changed(), "full", "breakable", fuse=True) as engine:
+        (output,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+        assert engine.fusion is not None and engine.fusion.fused["layer"] == (2 if "mlp" in name else 1)
+    oracle = changed()
+    assert_same_text(oracle, prompt, output.token_ids, greedy(oracle, prompt, NUM_TOKENS), name)
+
+
+def test_a_weight_loaded_in_place_reaches_the_fused_model_and_its_recordings() -> None:
+    model, other = tiny_model(), tiny_model(initializer_range=0.2)
+    prompt = prompt_of(11)
+    with engine_of(model, "full", "breakable", fuse=True) as engine:
+        engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2))
+        model.load_state_dict(other.state_dict())
+        (output,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+    assert_same_text(other, prompt, output.token_ids, greedy(other, prompt, NUM_TOKENS), "after the load")
+
+
+def test_merged_weights_take_no_further_memory() -> None:
+    model = loaded("Qwen2")
+    before = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.model.parameters()}
+    fused(model)
+    after = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.model.parameters()}
+    assert sum(after.values()) == sum(before.values()) and len(after) < len(before)
+
+
+# -- the operations -----------------------------------------------------------------------------------------------------
+
+
+def test_rms_norm_is_the_formula() -> None:
+    x, w = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0])
+    rms = 12.5**0.5
+    torch.testing.assert_close(reference.rms_norm(x, w, 0.0, False), torch.tensor([[3 / rms, 8 / rms]]))
+    torch.testing.assert_close(reference.rms_norm(x, w, 0.0, True), torch.tensor([[6 / rms, 12 / rms]]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3, 257])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (4, 4, 40), (64, 8, 64)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_the_kernels_are_near_the_reference(
+    dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, has_norm: bool
+) -> None:
+    make = torch.Generator("cuda").manual_seed(rows * dim)
+
+    def rand(*size: int) -> torch.Tensor:
+        return torch.randn(*size, dtype=dtype, device="cuda", generator=make)
+
+    close = {"atol": 3e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 4e-2, "rtol": 2e-2}
+    x, w = rand(rows, heads * dim), rand(heads * dim)
+    for adds_one in (False, True):
+        got = torch.ops.segue.rms_norm(x, w, 1e-6, adds_one)
+        torch.testing.assert_close(got, reference.rms_norm(x, w, 1e-6, adds_one), **close)
+    for activation in reference.ACTIVATIONS:
+        both = rand(rows, 2 * (heads * dim + 8))
+        torch.testing.assert_close(torch.ops.segue.gated(both, activation), reference.gated(both, activation), **close)
+    qkv, cos, sin = rand(rows, (heads + 2 * kv_heads) * dim), rand(rows, 2 * dim)[:, :dim], rand(rows, 2 * dim)[:, dim:]
+    sin = sin if sin.stride(0) == cos.stride(0) else sin.contiguous()
+    weights = (rand(dim), rand(dim)) if has_norm else (None, None)
+    slots = torch.randperm(400, device="cuda", generator=make)[:rows].int()
+    caches = [[torch.zeros(400, kv_heads, dim, dtype=dtype, device="cuda") for _ in range(2)] for _ in range(2)]
+    got = torch.ops.segue.rotate_into(qkv, cos, sin, *weights, 1e-6, False, slots, *caches[0])
+    expected = reference.rotate_into(qkv, cos, sin, *weights, 1e-6, False, slots, *caches[1])
+    torch.testing.assert_close(got, expected, **close)
+    for one, other in zip(*caches, strict=True):
+        torch.testing.assert_close(one, other, **close)
