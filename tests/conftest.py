@@ -16,6 +16,8 @@ MAX_THREADS = 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels run on the CPU, slowly
     torch.set_num_threads(min(MAX_THREADS, os.cpu_count() or 1))
 
 

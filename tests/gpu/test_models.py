@@ -10,6 +10,7 @@ import torch
 
 from segue.config import GraphConfig
 from segue.llm import Engine, EngineConfig, SamplingParams
+from segue.llm.attention import ATTENTIONS
 from segue.llm.batch import RequestRows, build_batch
 from segue.llm.pages import pages_for
 from segue.llm.runners import BatchRunner
@@ -55,9 +56,10 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     torch.cuda.empty_cache()
 
 
-def engine_of(model: Any, decode: str, prefill: str) -> Engine:
+def engine_of(model: Any, decode: str, prefill: str, attention: str = "auto") -> Engine:
     sizes = {"max_requests": 8, "max_context": 512, "chunk_size": 256, "num_pages": 400}
-    return Engine(model, EngineConfig(device="cuda", graphs=GraphConfig(decode=decode, prefill=prefill), **sizes))
+    graphs = GraphConfig(decode=decode, prefill=prefill)
+    return Engine(model, EngineConfig(device="cuda", attention=attention, graphs=graphs, **sizes))
 
 
 def batches(engine: Engine, runner: BatchRunner) -> Iterator[Any]:
@@ -75,9 +77,10 @@ def batches(engine: Engine, runner: BatchRunner) -> Iterator[Any]:
         yield build_batch(rows)
 
 
+@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "auto"])
 @pytest.mark.parametrize(("decode", "prefill"), [("full", "breakable"), ("breakable", "full")], ids=lambda name: str(name))
-def test_replay_is_bit_equal_to_eager_on_the_padded_batch(model: Any, decode: str, prefill: str) -> None:
-    with engine_of(model, decode, prefill) as engine, torch.inference_mode():
+def test_replay_is_bit_equal_to_eager_on_the_padded_batch(model: Any, decode: str, prefill: str, attention: str) -> None:
+    with engine_of(model, decode, prefill, attention) as engine, torch.inference_mode():
         for runner in engine.runners:
             for tensor in (*engine.cache.keys, *engine.cache.values):
                 tensor[32:].normal_()

@@ -16,6 +16,7 @@ from segue.llm.arguments import check_text
 
 HELP = "generate text from a checkpoint, and show which graphs did it"
 
+_ATTENTION = ("auto", "torch_sdpa", "triton")
 _DECODE = ("auto", "full", "breakable", "disabled")
 _PREFILL = ("auto", "breakable", "full", "disabled")
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="DIR", help="checkpoint folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--attention", choices=_ATTENTION, default="auto", help="what computes attention over the cache")
     parser.add_argument("--decode", choices=_DECODE, default="auto", help="backend of decode steps")
     parser.add_argument("--prefill", choices=_PREFILL, default="auto", help="backend of prefill steps")
     parser.add_argument(
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     with engine:
         seconds = time.perf_counter() - start
         names = [_queue(engine, prompt, params, is_raw=options.raw) for prompt in prompts]
-        note(f"{engine.sizes.explain()}\n{engine.resolved.explain()}")
+        note(f"{engine.sizes.explain()}\n{engine.attention.explain()}\n{engine.resolved.explain()}")
         note(f"ready after {seconds:.1f} s on {engine.device.device}")
         outputs = _generate(engine, prompts, names)
         stats = engine.stats()
@@ -119,7 +121,8 @@ def _engine_config(options: argparse.Namespace, kind: type) -> Any:
 
     sizes = {name: getattr(options, name) for name in ("max_context", "chunk_size", "max_requests")}
     graphs = GraphConfig(decode=options.decode, prefill=options.prefill, debug=options.debug_graphs)
-    return kind(device=options.device, graphs=graphs, **{name: v for name, v in sizes.items() if v is not None})
+    given = {name: size for name, size in sizes.items() if size is not None}
+    return kind(device=options.device, attention=options.attention, graphs=graphs, **given)
 
 
 def _queue(engine: Any, prompt: _Prompt, params: Any, *, is_raw: bool) -> str:

@@ -97,12 +97,12 @@ def torch_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def settle_sizes(config: EngineConfig, facts: ModelFacts, device: torch.device) -> Sizes:
+def settle_sizes(config: EngineConfig, facts: ModelFacts, device: torch.device, *, is_gathered: bool = True) -> Sizes:
     """Replaces every "auto". On cuda the cache gets what is free of the device's memory up to a fraction of it.
 
     What can never be reached is cut down: requests to the cache's pages, since each that runs holds one, and the chunk
-    to the tokens that all requests of a prefill can bring. Raises ConfigError where sizes that were asked for need more
-    memory than there is.
+    to the tokens that all requests of a prefill can bring. `is_gathered` says that the attention copies the context that it
+    reads. Raises ConfigError where sizes that were asked for need more memory than there is.
     """
     is_cpu = device.type == "cpu"
     chunk = (256 if is_cpu else 2048) if config.chunk_size == "auto" else config.chunk_size
@@ -111,7 +111,7 @@ def settle_sizes(config: EngineConfig, facts: ModelFacts, device: torch.device) 
     context = longest if config.max_context == "auto" else min(config.max_context, facts.max_context)
     pages = _num_pages(facts, device, requests, context) if config.num_pages == "auto" else config.num_pages
     sizes = reachable_sizes(chunk, requests, context, pages, is_cpu=is_cpu)
-    _check_memory(config, sizes, facts, device)
+    _check_memory(config, sizes, facts, device, is_gathered=is_gathered)
     return sizes
 
 
@@ -144,17 +144,17 @@ def fitted_graphs(graphs: GraphConfig, sizes: Sizes) -> GraphConfig:
     return replace(graphs, **fitted)
 
 
-def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device: torch.device) -> None:
+def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device: torch.device, *, is_gathered: bool) -> None:
     """ConfigError where a size that was asked for needs more memory than is left, by a low estimate.
 
-    A decode step gathers K and V of all requests (and copies them more than once on cpu) and has a row of logits for
+    A decode step may gather K and V of all requests (and copies them more than once on cpu) and has a row of logits for
     each; a prefill holds some eight rows of the hidden size for each token. Both run at start-up, at their largest.
     """
     left = available_bytes(device)
     if left is None:
         return
     kv_row = facts.num_kv_heads * (facts.head_dim + facts.value_head_dim) * facts.dtype.itemsize
-    copies = _CPU_GATHER_COPIES if device.type == "cpu" else 1
+    copies = int(is_gathered) * (_CPU_GATHER_COPIES if device.type == "cpu" else 1)
     needs = {
         "num_pages": sizes.num_pages * _bytes_per_page(facts),
         "max_requests": sizes.max_requests * (copies * sizes.max_context * kv_row + 4 * facts.vocab_size),

@@ -22,7 +22,7 @@ from segue.config import PhaseFacts, ResolvedConfig, resolve
 from segue.device import get_device
 from segue.errors import SegueError
 from segue.llm.arguments import Prompt, check_messages, check_text, check_type, many_prompts, params_of_each, prompt_ids
-from segue.llm.attention import make_attention, register
+from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
 from segue.llm.config import EngineConfig, fitted_graphs, settle_sizes, torch_device
 from segue.llm.fuse import FusionReport, fuse
@@ -96,7 +96,8 @@ class Engine:
         if self.config.fuse is True or (self.config.fuse == "auto" and device.type == "cuda"):
             longest = self.facts.max_context if self.config.max_context == "auto" else self.config.max_context
             self.fusion = fuse(loaded.model, loaded.facts, min(longest, self.facts.max_context))
-        self.sizes = settle_sizes(self.config, loaded.facts, device)
+        self.attention = choose_attention(self.config.attention, needs_of(loaded.facts), device)
+        self.sizes = settle_sizes(self.config, loaded.facts, device, is_gathered=self.attention.is_gathered)
         self.cache = _make_cache(loaded, self.sizes.num_pages, device)
         self.lane = Lane(self.device)
         self._model: Any = loaded.model
@@ -129,7 +130,7 @@ class Engine:
 
     def _make_runners(self) -> tuple[ResolvedConfig, PrefillRunner, DecodeRunner]:
         sizes, strict = self.sizes, self.config.graphs.strict
-        attention = make_attention("torch_sdpa" if self.config.attention == "auto" else self.config.attention, self.cache)
+        attention = self.attention.make(self.cache)
         resolved = resolve(
             fitted_graphs(self.config.graphs, sizes),
             phases={
@@ -423,6 +424,7 @@ class Engine:
                 "waiting": self._scheduler.num_waiting,
                 "running": self._scheduler.num_running,
                 "preemptions": self._scheduler.num_preemptions,
+                "attention": self.attention.name,
                 "pages": self._pages.capacity,
                 "free_pages": self._pages.num_free,
                 "cache_bytes": self.cache.nbytes,

@@ -7,22 +7,26 @@ from typing import Any
 import torch
 
 from segue.graph import current, eager_on_graph, is_calling
-from segue.llm.attention.base import Attention, LayerSpec, Plan, StaticPlan
-from segue.llm.attention.torch_sdpa import TorchSdpaAttention, attend, causal_mask
+from segue.llm.attention.base import Attention, LayerSpec, Needs, Plan, StaticPlan
+from segue.llm.attention.selection import ATTENTIONS, AttentionChoice, choose_attention, make_attention, needs_of
+from segue.llm.attention.torch_sdpa import attend, causal_mask
 from segue.llm.checkpoints import require_extra
-from segue.llm.kv_cache import PagedKVCache
 from segue.llm.load import ATTENTION
 
-__all__ = ["Attention", "LayerSpec", "Plan", "StaticPlan", "make_attention", "paged_attention", "register"]
-
-_ATTENTIONS: dict[str, type[Attention]] = {TorchSdpaAttention.name: TorchSdpaAttention}
-
-
-def make_attention(name: str, cache: PagedKVCache) -> Attention:
-    """The attention called `name`. Raises ValueError where there is none of that name."""
-    if name not in _ATTENTIONS:
-        raise ValueError(f"no attention is called {name!r}: choose one of {', '.join(_ATTENTIONS)}")
-    return _ATTENTIONS[name](cache)
+__all__ = [
+    "ATTENTIONS",
+    "Attention",
+    "AttentionChoice",
+    "LayerSpec",
+    "Needs",
+    "Plan",
+    "StaticPlan",
+    "choose_attention",
+    "make_attention",
+    "needs_of",
+    "paged_attention",
+    "register",
+]
 
 
 @eager_on_graph(static=("layer", "scaling", "window", "softcap"))

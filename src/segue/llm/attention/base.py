@@ -33,8 +33,21 @@ class LayerSpec(NamedTuple):
     softcap: float | None = None
 
 
+class Needs(NamedTuple):
+    """What a model asks of an attention, over all its layers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    dtype: torch.dtype
+    has_window: bool = False
+    has_softcap: bool = False
+    has_sinks: bool = False
+
+
 class Plan(Protocol):
-    """Attention for one batch. Writes K and V of all T rows, then attends; rows of padding may hold anything finite."""
+    """Attention for one batch. Writes K and V of all real rows, then attends; rows of padding may hold anything finite."""
 
     cache: PagedKVCache
 
@@ -72,8 +85,14 @@ class Attention(ABC):
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
 
+    @classmethod
     @abstractmethod
-    def plan_live(self, batch: ForwardBatch) -> Plan: ...
+    def refusal(cls, needs: Needs, device: torch.device) -> str | None:
+        """Why this attention cannot serve such a model here, in one clause; None where it can. Imports nothing optional."""
+
+    @abstractmethod
+    def plan_live(self, batch: ForwardBatch, key: ShapeKey | None = None) -> Plan:
+        """`key` is that of the recording whose breaks the plan serves, None for an eager pass over `batch` as it is."""
 
     @abstractmethod
     def static_plan(self, key: ShapeKey) -> StaticPlan: ...

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from segue.config import GraphSupport
-from segue.llm.attention.base import Attention, LayerSpec, Plan, StaticPlan
+from segue.llm.attention.base import Attention, LayerSpec, Needs, Plan, StaticPlan
 from segue.llm.batch import ForwardBatch
 from segue.llm.kv_cache import PagedKVCache
 from segue.shapes.key import ShapeKey
@@ -30,7 +30,11 @@ class TorchSdpaAttention(Attention):
     support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
     bounds_context: ClassVar[bool] = True
 
-    def plan_live(self, batch: ForwardBatch) -> Plan:
+    @classmethod
+    def refusal(cls, needs: Needs, device: torch.device) -> str | None:
+        return None
+
+    def plan_live(self, batch: ForwardBatch, key: ShapeKey | None = None) -> Plan:
         return _LivePlan(self.cache, batch)
 
     def static_plan(self, key: ShapeKey) -> StaticPlan:

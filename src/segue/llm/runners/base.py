@@ -128,7 +128,7 @@ class BatchRunner(Runner[HostBatch]):
         assert self._inputs is not None
         batch = ForwardBatch(**self._inputs.view(key.tokens, self.slots(key.tokens)), host=host)
         if self.backend.is_segmented:
-            return batch.planned(self._attention.plan_live(batch))
+            return batch.planned(self._attention.plan_live(batch, key))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._attention.static_plan(key)

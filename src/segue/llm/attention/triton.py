@@ -1,0 +1,115 @@
+"""Attention by Triton kernels: reads the pages where they lie, in one launch for a decode and two for an extend.
+
+The kernels read lengths and tables at replay, so one recording serves every length, and what is not there costs nothing.
+A plan is the batch's tensors and little else; live and static plans run the same kernels with the same block sizes, so
+they agree bit for bit on the same padded batch. K and V of padded tokens are not written, and their rows come out zero.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from os import environ
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from segue.config import GraphSupport
+from segue.llm.attention.base import Attention, LayerSpec, Needs, Plan, StaticPlan
+from segue.llm.batch import ForwardBatch
+from segue.llm.kv_cache import PagedKVCache
+from segue.shapes.key import ShapeKey
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_DIM = 256
+_LEAST_CAPABILITY = (8, 0)
+
+
+class TritonAttention(Attention):
+    """Holds no state of its own; the cache belongs to the engine."""
+
+    name: ClassVar[str] = "triton"
+    support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
+    bounds_context: ClassVar[bool] = False
+
+    @classmethod
+    def refusal(cls, needs: Needs, device: torch.device) -> str | None:
+        if find_spec("triton") is None:
+            return "triton is not installed (pip install triton)"
+        if needs.dtype not in _DTYPES:
+            return f"its kernels take bfloat16, float16 and float32, not {str(needs.dtype).removeprefix('torch.')}"
+        if max(needs.head_dim, needs.value_head_dim) > _MAX_DIM:
+            return f"its kernels take heads of at most {_MAX_DIM} elements, not {max(needs.head_dim, needs.value_head_dim)}"
+        if device.type != "cuda":
+            return None if environ.get("TRITON_INTERPRET") == "1" else "it needs a CUDA device"
+        if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+            return "it needs a GPU of compute capability 8.0 or newer"
+        if "CC" not in environ and not any(map(shutil.which, ("gcc", "clang", "cc"))):
+            return "triton needs a C compiler, and there is none (install gcc)"
+        return None
+
+    def plan_live(self, batch: ForwardBatch, key: ShapeKey | None = None) -> Plan:
+        host = batch.host
+        is_decode = host.width == 1 and host.padded_tokens == host.padded_requests if key is None else key.phase == "decode"
+        plan = _TritonPlan(self.cache, is_decode=is_decode)
+        plan.update(batch)
+        return plan
+
+    def static_plan(self, key: ShapeKey) -> StaticPlan:
+        return _TritonPlan(self.cache, is_decode=key.uniform and key.width == 1)
+
+
+class _Bound(NamedTuple):
+    """The tensors that the kernels read."""
+
+    table: torch.Tensor
+    lengths: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    num_tokens: torch.Tensor
+
+
+class _TritonPlan:
+    """Keeps the tensors of its first batch; those of a later one are copied into them where they are others."""
+
+    def __init__(self, cache: PagedKVCache, *, is_decode: bool) -> None:
+        from segue.llm.attention import triton_ops
+
+        self._ops = triton_ops
+        self.cache = cache
+        self._is_decode = is_decode
+        self._bound: _Bound | None = None
+
+    def update(self, batch: ForwardBatch) -> None:
+        given = _Bound(batch.block_table, batch.seq_lens, batch.slot_mapping, batch.query_start, batch.num_tokens)
+        if self._bound is None:
+            self._bound = given
+            self._prepare(batch.seq_lens.shape[0], batch.seq_lens.device)
+            return
+        for mine, new in zip(self._bound, given, strict=True):
+            if mine.data_ptr() != new.data_ptr():
+                mine.copy_(new)
+
+    def _prepare(self, requests: int, device: torch.device) -> None:
+        kv_heads = self.cache.keys[0].shape[1]
+        self._splits = self._ops.num_splits(requests, kv_heads, device) if self._is_decode else 1
+        if self._is_decode:
+            with torch.inference_mode(False):
+                self._arrived = torch.zeros(requests * kv_heads, dtype=torch.int32, device=device)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self._bound is not None
+        table, lengths, slots, query_start, num_tokens = self._bound
+        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        window = self._ops.NO_WINDOW if spec.window is None else spec.window
+        common = (sinks, spec.scaling, spec.softcap or 0.0, window, self.cache.page_size)
+        if self._is_decode:
+            return self._ops.decode(q, k, v, keys, values, table, lengths, slots, self._arrived, self._splits, *common)
+        return self._ops.extend(q, k, v, keys, values, table, lengths, slots, query_start, num_tokens, *common)
