@@ -89,7 +89,7 @@ def replayed(runner: BatchRunner, host: HostBatch, key: ShapeKey, num_requests: 
     decision = runner.decide(host)
     assert decision.key == key
     with runner.lane.exclusive(), calling(runner.load(host, decision)):
-        return runner.store.get(key).replay()[:num_requests].clone()
+        return runner.store.get(key).replay().logits[:num_requests].clone()
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
@@ -101,9 +101,9 @@ def test_poison_in_padding_changes_no_bit_of_a_real_row(engine: Engine, kind: st
     bad = poisoned(host, runner, key)
     with torch.inference_mode():
         fill_cache(engine)
-        expected = runner.run_padded_eagerly(host, key).clone()
+        expected = runner.run_padded_eagerly(host, key).logits.clone()
         fill_cache(engine)
-        eager = runner.run_padded_eagerly(bad, key).clone()
+        eager = runner.run_padded_eagerly(bad, key).logits.clone()
         fill_cache(engine)
         written = set(host.tensors.slot_mapping.tolist())
         outside = written | set(range(SCRAP_PAGE * PAGE_SIZE, (SCRAP_PAGE + 1) * PAGE_SIZE))
@@ -125,9 +125,9 @@ def test_a_replay_is_near_the_unpadded_call(engine: Engine, kind: str) -> None:
     host = batch_of(engine, kind)
     with torch.inference_mode():
         fill_cache(engine)
-        expected = runner.run_eagerly(host).clone()
+        expected = runner.run_eagerly(host).logits.clone()
         fill_cache(engine)
-        got = runner.execute(host).clone()
+        got = runner.execute(host).logits.clone()
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 

@@ -30,7 +30,7 @@ from segue.llm.kv_cache import PagedKVCache
 from segue.llm.load import LoadedModel, load_model
 from segue.llm.outputs import RequestOutput, TokenLogprob
 from segue.llm.pages import PagePool
-from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner
+from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner, StepOutput
 from segue.llm.sampler import SamplingParams, sample
 from segue.llm.scheduler import Request, Scheduler
 from segue.llm.stats import phase_stats
@@ -181,8 +181,7 @@ class Engine:
                 runner.guard.close()
         return self.capture_reports
 
-    def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits ``[R, vocabulary]`` of each request slot's last token."""
+    def _run_model(self, batch: ForwardBatch) -> StepOutput:
         output = self._model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
@@ -190,7 +189,8 @@ class Engine:
             logits_to_keep=batch.last_index,
         )
         logits: torch.Tensor = output.logits[0]
-        return logits
+        largest, likeliest = logits.max(dim=-1)
+        return StepOutput(logits, torch.stack((likeliest, largest.isfinite().to(likeliest.dtype))))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -258,9 +258,9 @@ class Engine:
             try:
                 rows = [RequestRows(row.token_ids, row.request.num_cached, row.request.pages) for row in step.rows]
                 with torch.inference_mode():
-                    logits = runner.execute(build_batch(rows))
-                    sampled = sample(logits, [row.request for row in step.rows])
-                    token_ids = _checked(logits, sampled.token_ids)
+                    output: StepOutput = runner.execute(build_batch(rows))
+                    sampled = sample(output.logits, [row.request for row in step.rows], output.greedy[0])
+                    token_ids = _checked(output, sampled.token_ids)
             except BaseException:
                 self._scheduler.cancel(step)
                 raise
@@ -453,12 +453,13 @@ class Engine:
         self.close()
 
 
-def _checked(logits: torch.Tensor, token_ids: torch.Tensor) -> list[int]:
+def _checked(output: StepOutput, token_ids: torch.Tensor) -> list[int]:
     """The tokens on the host, in the one transfer that also tells of NaN: a row's largest logit shows whether it has any.
 
     Raises SegueError where a row has NaN or infinity, or nothing but minus infinity: any token would be arbitrary.
     """
-    chosen, is_finite = torch.stack((token_ids, logits.amax(dim=-1).isfinite().to(token_ids.dtype))).tolist()
+    is_greedy = token_ids.data_ptr() == output.greedy.data_ptr()
+    chosen, is_finite = (output.greedy if is_greedy else torch.stack((token_ids, output.greedy[1]))).tolist()
     if not all(is_finite):
         raise SegueError(
             f"the model's logits are not finite in {is_finite.count(0)} of {len(chosen)} rows (NaN or infinity): its "

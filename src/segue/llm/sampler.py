@@ -91,12 +91,13 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> Sampled:
-    """Choose the next token of each row of `logits` ``[R, V]`` for the request in the same place of `states`."""
+def sample(logits: torch.Tensor, states: Sequence[SamplerState], greedy: torch.Tensor | None = None) -> Sampled:
+    """Choose the next token of each row of `logits` ``[R, V]`` for the request in the same place of `states`; `greedy` has
+    each row's likeliest token where that is known already."""
     if logits.shape[0] != len(states):
         raise ValueError(f"logits have {logits.shape[0]} rows for {len(states)} requests; pass one row a request")
     if all(state.params.is_greedy and not _has_penalty(state.params) for state in states):
-        token_ids = logits.argmax(dim=-1)
+        token_ids = logits.argmax(dim=-1) if greedy is None else greedy
     else:
         token_ids = choose(logits, prepare(states, logits.shape[-1], logits.device))
     asked = [state.params.logprobs for state in states if state.params.logprobs is not None]

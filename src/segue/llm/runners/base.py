@@ -1,21 +1,21 @@
 """What decode and prefill share: a batch of requests through the model, by way of static memory.
 
-All integers of a batch lie in static buffers, one a field, at the largest shape. A load pads the batch on the host
-(`pad_host` makes padded rows harmless) and copies every field whole, so no tail is ever left from an earlier batch.
+All integers of a batch lie in one static buffer. A load pads the batch on the host (`pad_host` makes padded rows
+harmless) and copies every field whole, in one copy, so no tail is ever left from an earlier batch.
 The attention then plans for the batch: a live plan where attention runs between segments or eagerly, a static one where
-it is recorded. The recording holds the model and the LM head for the last token of each request slot.
+it is recorded. The recording holds the model, the LM head for the last token of each request slot, and the greedy choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from segue.backends import Backend, Forward
 from segue.graph import Call, calling
-from segue.inputs import Padding, Slot, StaticInputs
+from segue.inputs import PackedInputs, Padding, Slot
 from segue.llm.attention import Attention, StaticPlan
 from segue.llm.batch import ForwardBatch, HostBatch, dummy_batch, pad_host, to_device
 from segue.llm.pages import pages_for
@@ -24,8 +24,20 @@ from segue.runners import Live, Runner, Settings
 from segue.shapes.key import ShapeKey
 from segue.shapes.ladder import geometric
 
-Model = Callable[[ForwardBatch], torch.Tensor]
-"""Logits ``[R, vocabulary]`` of each request slot's last token."""
+
+class StepOutput(NamedTuple):
+    """What a step answers, a row a request slot; of a replay, valid until the lane's next one."""
+
+    logits: torch.Tensor
+    """``[R, vocabulary]`` of each slot's last token"""
+    greedy: torch.Tensor
+    """``[2, R]`` int64: the likeliest token, and whether its logit is finite (no NaN or infinity in the row)"""
+
+    def first(self, count: int) -> StepOutput:
+        return StepOutput(self.logits[:count], self.greedy[:, :count])
+
+
+Model = Callable[[ForwardBatch], StepOutput]
 
 FIRST_CONTEXT_RUNG = 256
 CONTEXT_FACTOR = 4
@@ -40,7 +52,7 @@ class Limits(NamedTuple):
 
 
 class BatchRunner(Runner[HostBatch]):
-    """Runs `HostBatch`es; the output is the logits of the live requests."""
+    """Runs `HostBatch`es; the output is a `StepOutput` of the live requests."""
 
     def __init__(
         self,
@@ -59,9 +71,9 @@ class BatchRunner(Runner[HostBatch]):
         self._device = attention.cache.keys[0].device
         self._pages = pages_for(limits.max_context, attention.cache.page_size)
         self._plans: dict[ShapeKey, StaticPlan] = {}
-        self._inputs: StaticInputs | None = None
+        self._inputs: PackedInputs | None = None
         if limits.ladder:
-            self._inputs = StaticInputs(_slots(self._pages), self._device, limits.ladder[-1], self.slots(limits.ladder[-1]))
+            self._inputs = PackedInputs(_slots(self._pages), self._device, limits.ladder[-1], self.slots(limits.ladder[-1]))
 
     def slots(self, tokens: int) -> int:
         """Request slots of a recording of `tokens` tokens."""
@@ -98,18 +110,18 @@ class BatchRunner(Runner[HostBatch]):
         assert decision.key is not None
         return self._load(batch, decision.key)
 
-    def live_output(self, output: Any, batch: HostBatch) -> Any:
-        return output[: batch.num_requests]
+    def live_output(self, output: StepOutput, batch: HostBatch) -> StepOutput:
+        return output.first(batch.num_requests)
 
-    def run_eagerly(self, batch: HostBatch) -> Any:
-        return self.run_on(to_device(batch, self._device))[: batch.num_requests]
+    def run_eagerly(self, batch: HostBatch) -> StepOutput:
+        return self.run_on(to_device(batch, self._device)).first(batch.num_requests)
 
-    def run_padded_eagerly(self, batch: HostBatch, key: ShapeKey) -> Any:
+    def run_padded_eagerly(self, batch: HostBatch, key: ShapeKey) -> StepOutput:
         """The batch padded to `key` exactly as a replay sees it, but run eagerly: the oracle for replays."""
         with self.lane.exclusive(), calling(self._load(batch, key)):
-            return self.forward(key)()[: batch.num_requests]
+            return self.forward(key)().first(batch.num_requests)
 
-    def run_on(self, batch: ForwardBatch) -> torch.Tensor:
+    def run_on(self, batch: ForwardBatch) -> StepOutput:
         """The model over a device batch, eagerly, with a live plan."""
         planned = batch.planned(self._attention.plan_live(batch))
         with calling(Call(batch=planned)):
