@@ -18,17 +18,17 @@ from segue.llm.attention.triton_kernels import decode_kernel, extend_kernel, wri
 NO_WINDOW = 1 << 30
 MAX_SPLITS = 64
 _LOG2_E = 1.4426950408889634
-_PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 4
 _PROCESSORS_OF_A_CPU = 4  # the interpreter's: few splits, but more than one
 _REQUESTS = 256  # that an extend looks through: few values, so that few kernels are compiled
 _ROWS_OF_A_CPU = 64
 _MIN_DOT = 16  # rows and columns of the smallest matrix product
 _MERGED_ELEMENTS = 8192
-_DECODE_STAGES = 5  # two blocks of K and V under way: the look-up of their pages takes stages as well
-_EXTEND_STAGES = 3
-_DECODE_KEYS_BYTES = 8 << 10  # of K in one block: with V and two blocks under way, some 32 KiB a program
-_EXTEND_KEYS_BYTES = 16 << 10
-_EXTEND_ROWS_BYTES = 32 << 10  # of Q in one tile: with the keys, below the 99 KiB of shared memory of the smaller GPUs
+DECODE_STAGES = 5  # two blocks of K and V under way: the look-up of their pages takes stages as well
+EXTEND_STAGES = 3
+DECODE_KEYS_BYTES = 8 << 10  # of K in one block: with V and two blocks under way, some 32 KiB a program
+EXTEND_KEYS_BYTES = 16 << 10
+EXTEND_ROWS_BYTES = 32 << 10  # of Q in one tile: with the keys, below the 99 KiB of shared memory of the smaller GPUs
 
 _LIBRARY = torch.library.Library("segue_triton", "DEF")
 _NEW = "Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache"
@@ -43,7 +43,7 @@ def num_splits(requests: int, kv_heads: int, device: torch.device) -> int:
     processors = _PROCESSORS_OF_A_CPU
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(MAX_SPLITS, processors * _PROGRAMS_PER_PROCESSOR // (requests * kv_heads)))
+    return max(1, min(MAX_SPLITS, processors * PROGRAMS_PER_PROCESSOR // (requests * kv_heads)))
 
 
 def _decode(
@@ -80,9 +80,9 @@ def _decode(
             *_scaled(scale, softcap), window, splits, table.stride(0),
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             NUM_KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size,
-            BLOCK_G=max(_MIN_DOT, merge_g), BLOCK_D=_block(dim), BLOCK_V=block_v, BLOCK_N=_keys(_DECODE_KEYS_BYTES, k_cache),
+            BLOCK_G=max(_MIN_DOT, merge_g), BLOCK_D=_block(dim), BLOCK_V=block_v, BLOCK_N=_keys(DECODE_KEYS_BYTES, k_cache),
             MERGE_G=merge_g, MERGE_S=max(1, min(MAX_SPLITS, _MERGED_ELEMENTS // (merge_g * block_v))),
-            HAS_NEW=has_new, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, STAGES=_DECODE_STAGES, num_warps=4,
+            HAS_NEW=has_new, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, STAGES=DECODE_STAGES, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -126,9 +126,9 @@ def _extend(
             *_scaled(scale, softcap), window, requests, tokens, table.stride(0), q.stride(0), q.stride(1),
             NUM_KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size,
             BLOCK_G=block_g, BLOCK_Q=block_q, BLOCK_D=_block(dim), BLOCK_V=_block(value_dim),
-            BLOCK_N=_keys(_EXTEND_KEYS_BYTES, k_cache), BLOCK_R=max(_REQUESTS, triton.next_power_of_2(requests + 1)),
+            BLOCK_N=_keys(EXTEND_KEYS_BYTES, k_cache), BLOCK_R=max(_REQUESTS, triton.next_power_of_2(requests + 1)),
             HAS_WINDOW=window < NO_WINDOW, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
-            STAGES=_EXTEND_STAGES, num_warps=8 if block_q * block_g > 64 else 4,
+            STAGES=EXTEND_STAGES, num_warps=8 if block_q * block_g > 64 else 4,
         )  # fmt: skip
     return out
 
@@ -172,7 +172,7 @@ def _extend_rows(q: torch.Tensor, rows: int, kv_heads: int) -> int:
     if q.device.type == "cpu":
         return _ROWS_OF_A_CPU
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    fitting = _EXTEND_ROWS_BYTES // (_block(q.shape[-1]) * q.element_size())
+    fitting = EXTEND_ROWS_BYTES // (_block(q.shape[-1]) * q.element_size())
     return next((size for size in (128, 64) if size <= fitting and rows // size * kv_heads >= processors), 32)
 
 
