@@ -17,6 +17,8 @@ from segue.llm.runners import BatchRunner
 
 pytestmark = pytest.mark.gpu
 
+LIBRARIES = {"flashinfer": "flashinfer", "fa4": "flash_attn.cute"}
+
 SHAPES = {
     "smollm2": {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -59,6 +61,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 def engine_of(model: Any, decode: str, prefill: str, attention: str = "auto") -> Engine:
     sizes = {"max_requests": 8, "max_context": 512, "chunk_size": 256, "num_pages": 400}
     graphs = GraphConfig(decode=decode, prefill=prefill)
+    if attention in LIBRARIES:
+        pytest.importorskip(LIBRARIES[attention])
     return Engine(model, EngineConfig(device="cuda", attention=attention, graphs=graphs, **sizes))
 
 

@@ -19,7 +19,9 @@ from segue.llm.attention import ATTENTIONS, Attention, AttentionChoice, choose_a
 from segue.shapes.key import ShapeKey
 
 NAMES = [name for name in ATTENTIONS if name != "auto"]
-ARMS = [("cpu", name) for name in NAMES] + [pytest.param(("cuda", name), marks=pytest.mark.gpu) for name in NAMES]
+ARMS = [("cpu", name) for name in ("torch_sdpa", "triton")] + [
+    pytest.param(("cuda", name), marks=pytest.mark.gpu) for name in NAMES
+]
 FORMS = {
     "grouped": Form(),
     "one head each": Form(heads=2, kv_heads=2),
@@ -246,6 +248,28 @@ def test_what_cannot_serve_the_model_is_refused_with_the_reason() -> None:
     assert choose_attention("torch_sdpa", Form().needs, torch.device("cpu")) == AttentionChoice(
         "torch_sdpa", "torch_sdpa", "as asked"
     )
+
+
+@pytest.mark.parametrize(("name", "extra"), [("flashinfer", "flashinfer"), ("fa4", "fa4")])
+def test_an_absent_library_is_named_with_what_installs_it(name: str, extra: str) -> None:
+    """Where it is installed, it asks for a GPU instead."""
+    with pytest.raises(ConfigError, match=rf"segue\[{extra}\]|it needs a CUDA device") as raised:
+        choose_attention(name, CUDA_FORMS["llama"].needs, torch.device("cpu"))
+    assert "\n" not in str(raised.value)
+
+
+def test_flashinfer_gets_the_pages_that_hold_each_length() -> None:
+    from segue.llm.attention.flashinfer import _Pages
+    from segue.llm.batch import RequestRows, build_batch, pad_host
+
+    lengths = (1, 15, 16, 17, 40)
+    rows = [RequestRows([0], length - 1, list(range(10 * i + 2, 10 * i + 5))) for i, length in enumerate(lengths)]
+    pages = _Pages.of(pad_host(build_batch(rows), 8, 8, 6))
+    assert all(tensor.dtype == torch.int32 for tensor in pages)
+    found = [pages.pages[a:b].tolist() for a, b in zip(pages.page_start, pages.page_start[1:], strict=False)]
+    assert found == [[2], [12], [22], [32, 33], [42, 43, 44], [0], [0], [0]]
+    assert [16 * (len(p) - 1) + n for p, n in zip(found, pages.last_page_len.tolist(), strict=True)] == [*lengths, 1, 1, 1]
+    assert pages.query_start.tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 5]
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from segue.llm.arguments import check_text
 
 HELP = "generate text from a checkpoint, and show which graphs did it"
 
-_ATTENTION = ("auto", "torch_sdpa", "triton")
+_ATTENTION = ("auto", "torch_sdpa", "triton", "flashinfer", "fa4")
 _DECODE = ("auto", "full", "breakable", "disabled")
 _PREFILL = ("auto", "breakable", "full", "disabled")
 

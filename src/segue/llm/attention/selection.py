@@ -8,12 +8,16 @@ import torch
 
 from segue.errors import ConfigError
 from segue.llm.attention.base import Attention, Needs
+from segue.llm.attention.fa4 import Fa4Attention
+from segue.llm.attention.flashinfer import FlashInferAttention
 from segue.llm.attention.torch_sdpa import TorchSdpaAttention
 from segue.llm.attention.triton import TritonAttention
 from segue.llm.facts import ModelFacts
 from segue.llm.kv_cache import PagedKVCache
 
-_KINDS: dict[str, type[Attention]] = {kind.name: kind for kind in (TorchSdpaAttention, TritonAttention)}
+_KINDS: dict[str, type[Attention]] = {
+    kind.name: kind for kind in (TorchSdpaAttention, TritonAttention, FlashInferAttention, Fa4Attention)
+}
 ATTENTIONS = ("auto", *_KINDS)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import shutil
 from importlib.util import find_spec
 from os import environ
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from segue.config import GraphSupport
 from segue.llm.attention.base import Attention, LayerSpec, Needs, Plan, StaticPlan
+from segue.llm.attention.bound import BoundBatch
 from segue.llm.batch import ForwardBatch
 from segue.llm.kv_cache import PagedKVCache
 from segue.shapes.key import ShapeKey
@@ -59,16 +60,6 @@ class TritonAttention(Attention):
         return _TritonPlan(self.cache, is_decode=key.uniform and key.width == 1)
 
 
-class _Bound(NamedTuple):
-    """The tensors that the kernels read."""
-
-    table: torch.Tensor
-    lengths: torch.Tensor
-    slots: torch.Tensor
-    query_start: torch.Tensor
-    num_tokens: torch.Tensor
-
-
 class _TritonPlan:
     """Keeps the tensors of its first batch; those of a later one are copied into them where they are others."""
 
@@ -78,17 +69,14 @@ class _TritonPlan:
         self._ops = triton_ops
         self.cache = cache
         self._is_decode = is_decode
-        self._bound: _Bound | None = None
+        self._bound: BoundBatch | None = None
 
     def update(self, batch: ForwardBatch) -> None:
-        given = _Bound(batch.block_table, batch.seq_lens, batch.slot_mapping, batch.query_start, batch.num_tokens)
         if self._bound is None:
-            self._bound = given
+            self._bound = BoundBatch.of(batch)
             self._prepare(batch.seq_lens.shape[0], batch.seq_lens.device)
-            return
-        for mine, new in zip(self._bound, given, strict=True):
-            if mine.data_ptr() != new.data_ptr():
-                mine.copy_(new)
+        else:
+            self._bound.load(batch)
 
     def _prepare(self, requests: int, device: torch.device) -> None:
         kv_heads = self.cache.keys[0].shape[1]
