@@ -6,6 +6,7 @@ agree bit for bit. Importing this module registers the operations with torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -40,10 +41,7 @@ _LIBRARY.define(f"extend({_NEW}, {_BATCH}, Tensor query_start, Tensor num_tokens
 
 def num_splits(requests: int, kv_heads: int, device: torch.device) -> int:
     """Splits of each request and KV head: enough programs for all processors, of which short contexts use fewer."""
-    processors = _PROCESSORS_OF_A_CPU
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(MAX_SPLITS, processors * PROGRAMS_PER_PROCESSOR // (requests * kv_heads)))
+    return max(1, min(MAX_SPLITS, _num_processors(device) * PROGRAMS_PER_PROCESSOR // (requests * kv_heads)))
 
 
 def _decode(
@@ -171,9 +169,16 @@ def _extend_rows(q: torch.Tensor, rows: int, kv_heads: int) -> int:
     """Rows of one tile (tokens times heads of a group): the most that still gives every processor a program."""
     if q.device.type == "cpu":
         return _ROWS_OF_A_CPU
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    processors = _num_processors(q.device)
     fitting = EXTEND_ROWS_BYTES // (_block(q.shape[-1]) * q.element_size())
     return next((size for size in (128, 64) if size <= fitting and rows // size * kv_heads >= processors), 32)
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _PROCESSORS_OF_A_CPU
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
