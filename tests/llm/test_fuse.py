@@ -62,6 +62,18 @@ def test_a_fused_model_writes_the_text_of_transformers(family: str, decode: str,
         assert_same_text(oracle, prompt, output.token_ids, greedy(oracle, prompt, NUM_TOKENS), f"{family} fused")
 
 
+def test_a_fused_model_may_be_taken_again_fused_or_not() -> None:
+    model, oracle, prompt = tiny_model("Qwen3"), tiny_model("Qwen3"), prompt_of(13)
+    expected = greedy(oracle, prompt, NUM_TOKENS)
+    for is_fused in (True, True, False, True):
+        with engine_of(model, "full", "breakable", fuse=is_fused) as engine:
+            (output,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+            assert (engine.fusion is not None) is is_fused
+            assert engine.fusion is None or engine.fusion.fused["layer"] == 2
+            assert is_fused == ("forward" in vars(model.model.layers[0]))
+        assert_same_text(oracle, prompt, output.token_ids, expected, f"fused {is_fused}")
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mixtral"])
 def test_a_fused_model_answers_as_itself_outside_an_engine(family: str) -> None:
     model, oracle = loaded(family), tiny_model(family)
@@ -162,6 +174,29 @@ def test_the_kernels_are_near_the_reference(
     for activation in reference.ACTIVATIONS:
         both = rand(rows, 2 * (heads * dim + 8))
         torch.testing.assert_close(torch.ops.segue.gated(both, activation), reference.gated(both, activation), **close)
+    bias = rand(heads * dim + 8)
+    weight, both_weights = rand(heads * dim + 8, heads * dim) / 16, rand(2 * (heads * dim + 8), heads * dim) / 16
+    norm = (x, w, 1e-6, has_norm)
+    close_sum = {"atol": 1e-3, "rtol": 1e-3} if dtype is torch.float32 else {"atol": 0.3, "rtol": 5e-2}
+    for b in (None, bias):
+        expected = reference.norm_linear(*norm, weight, b)
+        torch.testing.assert_close(torch.ops.segue.norm_linear(*norm, weight, b), expected, **close_sum)
+        both_bias = None if b is None else torch.cat((b, b))
+        expected = reference.norm_linear_gated(*norm, both_weights, both_bias, "silu")
+        got = torch.ops.segue.norm_linear_gated(*norm, both_weights, both_bias, "silu")
+        torch.testing.assert_close(got, expected, atol=3 * close_sum["atol"], rtol=close_sum["rtol"])
+        hidden = rand(rows, heads * dim + 8)
+        expected = hidden.clone()
+        reference.linear_add(expected, x, weight, b)
+        torch.ops.segue.linear_add(hidden, x, weight, b)
+        torch.testing.assert_close(hidden, expected, **close_sum)
+    logits = rand(rows, 50_257)
+    logits[-1, 7] = float("nan")
+    logits[0, 33] = logits[0, 40_000] = 50.0  # equals: the first
+    got = torch.ops.segue.greedy(logits)
+    is_finite = torch.ones(rows, dtype=torch.int64, device="cuda")
+    is_finite[-1] = 0
+    assert torch.equal(got[1], is_finite) and torch.equal(got[0, :-1], logits[:-1].argmax(dim=-1))
     qkv, cos, sin = rand(rows, (heads + 2 * kv_heads) * dim), rand(rows, 2 * dim)[:, :dim], rand(rows, 2 * dim)[:, dim:]
     sin = sin if sin.stride(0) == cos.stride(0) else sin.contiguous()
     weights = (rand(dim), rand(dim)) if has_norm else (None, None)

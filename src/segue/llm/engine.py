@@ -25,7 +25,7 @@ from segue.llm.arguments import Prompt, check_messages, check_text, check_type, 
 from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
 from segue.llm.config import EngineConfig, fitted_graphs, settle_sizes, torch_device
-from segue.llm.fuse import FusionReport, fuse
+from segue.llm.fuse import FusionReport, fuse, unfuse
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.load import LoadedModel, load_model
 from segue.llm.outputs import RequestOutput, TokenLogprob
@@ -89,6 +89,8 @@ class Engine:
         device = torch_device(self.config.device)
         self.device = get_device(device)
         register()
+        if isinstance(source, torch.nn.Module):
+            unfuse(source)
         loaded = load_model(source, device=device, dtype=self.config.dtype, tokenizer=tokenizer)
         self.facts = loaded.facts
         self.tokenizer = loaded.tokenizer
@@ -189,8 +191,7 @@ class Engine:
             logits_to_keep=batch.last_index,
         )
         logits: torch.Tensor = output.logits[0]
-        largest, likeliest = logits.max(dim=-1)
-        return StepOutput(logits, torch.stack((likeliest, largest.isfinite().to(likeliest.dtype))))
+        return StepOutput(logits, torch.ops.segue.greedy(logits))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,7 @@ def fuse(model: nn.Module, facts: ModelFacts, max_positions: int) -> FusionRepor
 
     The model stays changed. Needs memory for the merged weights of one layer beyond the model's own.
     """
+    unfuse(model)
     report = FusionReport()
     layers = next((list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == facts.num_layers), [])
     plan, call = _check_call(model, facts)
@@ -211,7 +212,22 @@ def _replace(module: nn.Module, part: Any) -> None:
             return part.fused(*args, **kwargs)
         return original(*args, **kwargs)
 
+    _set_forward(module, forward)
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    forward.segue_original = module.__dict__.get("forward")  # type: ignore[attr-defined]
     module.forward = forward  # type: ignore[method-assign]
+
+
+def unfuse(model: nn.Module) -> None:
+    """Every module runs its own code again. Merged weights stay one tensor."""
+    for module in model.modules():
+        own: Any = vars(module).pop("forward", None)
+        while hasattr(own, "segue_original"):
+            own = own.segue_original
+        if own is not None:
+            vars(module)["forward"] = own
 
 
 def _is_plain(module: nn.Module, names: Sequence[str]) -> bool:
@@ -220,22 +236,25 @@ def _is_plain(module: nn.Module, names: Sequence[str]) -> bool:
     return all(type(m) is nn.Linear and not _has_hooks(m) for m in found)
 
 
-def _merge(layers: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and one bias for several linear layers with one input; theirs become views of it."""
-    merged: list[torch.Tensor | None] = []
-    for name in ("weight", "bias"):
-        own = [getattr(layer, name) for layer in layers]
-        if any(p is None for p in own):
-            merged.append(None)
-            continue
-        with torch.inference_mode(False), torch.no_grad():
-            whole = torch.cat([p.detach() for p in own])
-            for parameter, part in zip(own, whole.split([p.shape[0] for p in own]), strict=True):
+_Linear = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _merged(layers: Sequence[Any]) -> _Linear:
+    """One weight and one bias for several linear layers with one input."""
+    biases = [layer.bias for layer in layers]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    return weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+
+
+def _merge(layers: Sequence[Any]) -> _Linear:
+    """The same, and the layers' own become views of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        merged = _merged(layers)
+        for name, whole in zip(("weight", "bias"), merged, strict=True):
+            own = [] if whole is None else [getattr(layer, name) for layer in layers]
+            for parameter, part in zip(own, () if whole is None else whole.split([p.shape[0] for p in own]), strict=True):
                 parameter.data = part
-        merged.append(whole)
-    weight, bias = merged
-    assert weight is not None
-    return weight, bias
+    return merged
 
 
 def _has_one_bias(layers: Sequence[Any]) -> bool:
@@ -305,8 +324,7 @@ class _Mlp:
     def __init__(self, module: Any, activation: str) -> None:
         self._module = module
         self._activation = activation
-        self._weight: torch.Tensor | None = None
-        self._bias: torch.Tensor | None = None
+        self._weight: _Linear | None = None
 
     @classmethod
     def of(cls, module: Any) -> _Mlp | None:
@@ -318,25 +336,22 @@ class _Mlp:
         return None if activation is None else cls(module, activation)
 
     def merge(self) -> None:
-        self._weight, self._bias = _merge((self._module.gate_proj, self._module.up_proj))
+        self._weight = _merge((self._module.gate_proj, self._module.up_proj))
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return len(args) == 1 and not kwargs
 
     def fused(self, hidden: torch.Tensor) -> torch.Tensor:
         down = self._module.down_proj
-        return F.linear(self.inner(_flat(hidden)), down.weight, down.bias).view(hidden.shape)
+        return F.linear(self.gated(_flat(hidden), None), down.weight, down.bias).view(hidden.shape)
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """What the output product reads, ``[T, F]``."""
-        m = self._module
-        if self._weight is None:
-            both = torch.cat(
-                (F.linear(x, m.gate_proj.weight, m.gate_proj.bias), F.linear(x, m.up_proj.weight, m.up_proj.bias)), -1
-            )
+    def gated(self, x: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
+        """What the output product reads, ``[T, F]``, of `x` as it is or first normed."""
+        weight, bias = _merged((self._module.gate_proj, self._module.up_proj)) if self._weight is None else self._weight
+        if norm is None:
+            out: torch.Tensor = torch.ops.segue.gated(F.linear(x, weight, bias), self._activation)
         else:
-            both = F.linear(x, self._weight, self._bias)
-        out: torch.Tensor = torch.ops.segue.gated(both, self._activation)
+            out = torch.ops.segue.norm_linear_gated(x, norm.weight, norm.eps, norm.adds_one, weight, bias, self._activation)
         return out
 
     @property
@@ -363,8 +378,7 @@ class _Attention:
         self._norms = norms
         self._spec = spec
         self._sinks = sinks
-        self._weight: torch.Tensor | None = None
-        self._bias: torch.Tensor | None = None
+        self._weight: _Linear | None = None
 
     @classmethod
     def of(
@@ -388,7 +402,7 @@ class _Attention:
 
     def merge(self) -> None:
         m = self._module
-        self._weight, self._bias = _merge((m.q_proj, m.k_proj, m.v_proj))
+        self._weight = _merge((m.q_proj, m.k_proj, m.v_proj))
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return _takes_hidden(args, kwargs)
@@ -397,20 +411,23 @@ class _Attention:
         self, hidden_states: torch.Tensor, position_embeddings: Any = None, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
         output = self._module.o_proj
-        inner = self.inner(_flat(hidden_states), position_embeddings)
+        inner = self.attended(self.projected(_flat(hidden_states), None), position_embeddings)
         return F.linear(inner, output.weight, output.bias).view(hidden_states.shape), None
 
-    def inner(self, x: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
-        """What the output product reads, ``[T, heads * dim]``."""
+    def projected(self, x: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
+        """q, k and v side by side, of `x` as it is or first normed."""
         m = self._module
-        if self._weight is None:
-            qkv = torch.cat([F.linear(x, p.weight, p.bias) for p in (m.q_proj, m.k_proj, m.v_proj)], -1)
-        else:
-            qkv = F.linear(x, self._weight, self._bias)
+        weight, bias = _merged((m.q_proj, m.k_proj, m.v_proj)) if self._weight is None else self._weight
+        if norm is None:
+            return F.linear(x, weight, bias)
+        out: torch.Tensor = torch.ops.segue.norm_linear(x, norm.weight, norm.eps, norm.adds_one, weight, bias)
+        return out
+
+    def attended(self, qkv: torch.Tensor, position_embeddings: Any) -> torch.Tensor:
+        """What the output product reads, ``[T, heads * dim]``."""
         cos, sin = position_embeddings
-        batch, spec = current().batch, self._spec
+        batch, spec, pair = current().batch, self._spec, self._norms
         cache: PagedKVCache = batch.plan.cache
-        pair = self._norms
         q = torch.ops.segue.rotate_into(
             qkv, cos[0], sin[0], None if pair is None else pair[0].weight, None if pair is None else pair[1].weight,
             0.0 if pair is None else pair[0].eps, pair is not None and pair[0].adds_one,
@@ -450,21 +467,15 @@ class _Layer:
 
     def fused(self, hidden_states: torch.Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> torch.Tensor:
         """Writes over `hidden_states`, which nobody reads after the layer."""
-        hidden = _flat(hidden_states)
-        inner = self._attention.inner(self._first.fused(hidden), position_embeddings)
-        _accumulate(hidden, inner, self._attention.output)
-        normed = self._second.fused(hidden)
-        if isinstance(self._mlp, _Mlp):
-            _accumulate(hidden, self._mlp.inner(normed), self._mlp.output)
+        hidden, ops = _flat(hidden_states), torch.ops.segue
+        attention, mlp = self._attention, self._mlp
+        qkv = attention.projected(hidden, self._first)
+        ops.linear_add(hidden, attention.attended(qkv, position_embeddings), attention.output.weight, attention.output.bias)
+        if isinstance(mlp, _Mlp):
+            ops.linear_add(hidden, mlp.gated(hidden, self._second), mlp.output.weight, mlp.output.bias)
         else:
-            hidden += _flat(_first(self._mlp(normed.view(hidden_states.shape))))
+            hidden += _flat(_first(mlp(self._second.fused(hidden).view(hidden_states.shape))))
         return hidden.view(hidden_states.shape)
-
-
-def _accumulate(hidden: torch.Tensor, inner: torch.Tensor, output: Any) -> None:
-    hidden.addmm_(inner, output.weight.t())
-    if output.bias is not None:
-        hidden += output.bias
 
 
 def _fuse_rotary(module: Any, max_positions: int, seen: _Seen, report: FusionReport) -> None:
@@ -489,7 +500,7 @@ def _fuse_rotary(module: Any, max_positions: int, seen: _Seen, report: FusionRep
 
     got = forward(*(v.clone() for v in values))
     if all(torch.equal(a, b) for a, b in zip(got, seen.result, strict=True)):
-        module.forward = forward
+        _set_forward(module, forward)
         report.fused["rotary"] += 1
     else:
         report.left["rotary", f"{name}: its table differs"] += 1

@@ -19,15 +19,15 @@ from segue.llm.attention.triton_kernels import decode_kernel, extend_kernel, wri
 NO_WINDOW = 1 << 30
 MAX_SPLITS = 64
 _LOG2_E = 1.4426950408889634
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 2
 _PROCESSORS_OF_A_CPU = 4  # the interpreter's: few splits, but more than one
 _REQUESTS = 256  # that an extend looks through: few values, so that few kernels are compiled
 _ROWS_OF_A_CPU = 64
 _MIN_DOT = 16  # rows and columns of the smallest matrix product
 _MERGED_ELEMENTS = 8192
-DECODE_STAGES = 5  # two blocks of K and V under way: the look-up of their pages takes stages as well
+DECODE_STAGES = 3
 EXTEND_STAGES = 3
-DECODE_KEYS_BYTES = 8 << 10  # of K in one block: with V and two blocks under way, some 32 KiB a program
+DECODE_KEYS_BYTES = 16 << 10  # of K in one block; with two warps the fastest of 37 settings at batch 1 to 256 (H200)
 EXTEND_KEYS_BYTES = 16 << 10
 EXTEND_ROWS_BYTES = 32 << 10  # of Q in one tile: with the keys, below the 99 KiB of shared memory of the smaller GPUs
 
@@ -80,7 +80,7 @@ def _decode(
             NUM_KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size,
             BLOCK_G=max(_MIN_DOT, merge_g), BLOCK_D=_block(dim), BLOCK_V=block_v, BLOCK_N=_keys(DECODE_KEYS_BYTES, k_cache),
             MERGE_G=merge_g, MERGE_S=max(1, min(MAX_SPLITS, _MERGED_ELEMENTS // (merge_g * block_v))),
-            HAS_NEW=has_new, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, STAGES=DECODE_STAGES, num_warps=4,
+            HAS_NEW=has_new, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, STAGES=DECODE_STAGES, num_warps=2,
         )  # fmt: skip
     return out
 

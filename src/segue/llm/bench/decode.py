@@ -7,6 +7,7 @@ weights at the best read rate. Arms: the recorded step, the same step run eagerl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from segue.llm.batch import HostBatch, RequestRows, build_batch
 from segue.llm.bench.measure import interleaved
 from segue.llm.engine import Engine
 from segue.llm.pages import PAGE_SIZE, pages_for
+from segue.llm.runners import BatchRunner
 
 
 def decode_batch(requests: int, context: int, first_page: int = 2) -> HostBatch:
@@ -82,7 +84,7 @@ def measure_decode(
                 arms["eager"] = runner.forward(decision.key)
             timed = interleaved(arms, engine.device.device, rounds=rounds, calls=calls)
         with torch.inference_mode():
-            timed |= interleaved({"step": lambda: runner.execute(host).greedy.tolist()}, engine.device.device, rounds=rounds)
+            timed |= interleaved({"step": partial(_step, runner, host)}, engine.device.device, rounds=rounds)
         rows.append(
             {
                 "batch": requests,
@@ -95,3 +97,7 @@ def measure_decode(
             }
         )
     return rows
+
+
+def _step(runner: BatchRunner, host: HostBatch) -> Any:
+    return runner.execute(host).greedy.tolist()

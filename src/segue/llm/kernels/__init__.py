@@ -22,6 +22,16 @@ _SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor weight, float eps, bool adds_one) -> Tensor",
     # x[T, 2F], gate and up side by side -> activation(gate) * up [T, F]
     "gated": "(Tensor x, str activation) -> Tensor",
+    # linear(norm(x)): x[T, K], weight[N, K] -> [T, N]
+    "norm_linear": "(Tensor x, Tensor norm_weight, float eps, bool adds_one, Tensor weight, Tensor? bias) -> Tensor",
+    # gated(linear(norm(x))): weight[2F, K] -> [T, F]
+    "norm_linear_gated": (
+        "(Tensor x, Tensor norm_weight, float eps, bool adds_one, Tensor weight, Tensor? bias, str activation) -> Tensor"
+    ),
+    # hidden[T, N] += linear(x)
+    "linear_add": "(Tensor(a!) hidden, Tensor x, Tensor weight, Tensor? bias) -> ()",
+    # logits[R, V] -> [2, R] int64: the likeliest token, the first of equals; whether its logit is finite
+    "greedy": "(Tensor logits) -> Tensor",
     # qkv[T, (heads + 2 kv_heads) * D], cos and sin [T, D] -> q[T, heads, D]; K and V go to their slots of the cache
     "rotate_into": (
         "(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, bool adds_one, "

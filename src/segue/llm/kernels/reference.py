@@ -25,6 +25,35 @@ def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
+def norm_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, adds_one: bool, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return F.linear(rms_norm(x, norm_weight, eps, adds_one), weight, bias)
+
+
+def norm_linear_gated(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    adds_one: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    return gated(norm_linear(x, norm_weight, eps, adds_one, weight, bias), activation)
+
+
+def linear_add(hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    hidden.addmm_(x, weight.t())
+    if bias is not None:
+        hidden += bias
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    largest, likeliest = logits.max(dim=-1)
+    return torch.stack((likeliest, largest.isfinite().to(torch.int64)))
+
+
 def rotate_into(
     qkv: torch.Tensor,
     cos: torch.Tensor,
