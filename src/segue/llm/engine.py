@@ -21,7 +21,7 @@ from segue.backends import make_backend
 from segue.config import PhaseFacts, ResolvedConfig, resolve
 from segue.device import get_device
 from segue.errors import SegueError
-from segue.llm.arguments import Prompt, check_messages, check_text, check_type, many_prompts, params_of_each, prompt_ids
+from segue.llm.arguments import Prompt, check_type, many_prompts, params_of_each
 from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
 from segue.llm.config import EngineConfig, fitted_graphs, settle_sizes, torch_device
@@ -30,6 +30,7 @@ from segue.llm.kv_cache import PagedKVCache
 from segue.llm.load import LoadedModel, load_model
 from segue.llm.outputs import RequestOutput, TokenLogprob
 from segue.llm.pages import PagePool
+from segue.llm.prompts import chat_ids, encode
 from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner, StepOutput
 from segue.llm.sampler import SamplingParams, sample
 from segue.llm.scheduler import Request, Scheduler
@@ -229,24 +230,7 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ValueError where there are none, or some are outside the vocabulary."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this model came without a tokenizer: pass token ids, or tokenizer=...")
-            check_text(prompt)
-            ids = list(self.tokenizer(prompt, verbose=False).input_ids)  # the length is checked here, not warned about
-        else:
-            ids = prompt_ids(prompt)
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        outside = next((i for i in ids if not 0 <= i < self.facts.vocab_size), None)
-        if outside is not None:
-            raise ValueError(f"token id {outside} is outside the vocabulary of {self.facts.vocab_size}")
-        if len(ids) >= self.sizes.max_context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, and the context holds {self.sizes.max_context} with the output: "
-                "shorten it, or raise max_context"
-            )
-        return ids
+        return encode(prompt, self.tokenizer, self.facts.vocab_size, self.sizes.max_context)
 
     def step(self) -> bool:
         """Runs one batch; False where nothing is left to run. An exception leaves every request as it was."""
@@ -400,15 +384,7 @@ class Engine:
         Raises:
             ValueError: there are no messages, the tokenizer has no chat template, or the template refuses them.
         """
-        messages = check_messages(messages)
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError("this model has no chat template: use generate() with plain text")
-        try:
-            text: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of the checkpoint's, and raises what it likes
-            raise ValueError(f"the model's chat template refuses the messages: {' '.join(str(error).split())}") from error
-        check_text(text)
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return chat_ids(messages, self.tokenizer)
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Answers a conversation: dicts with ``role`` and ``content``."""
