@@ -164,6 +164,27 @@ def pytree_node(kind: type) -> tuple[Callable[[Any], tuple[list[Any], Any]], Cal
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
+class AllocationWatch:
+    """Inside, every allocation of ordinary memory by this process's tensors is noted by torch's profiler (2.11 - 2.13);
+    afterwards `peak_bytes` is the most that was held at once, above what there was at the beginning."""
+
+    def __init__(self) -> None:
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self.peak_bytes = 0
+
+    def __enter__(self) -> AllocationWatch:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        results: Any = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        held = 0
+        for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+            held += event.nbytes()
+            self.peak_bytes = max(self.peak_bytes, held)
+
+
 # -- the CUDA caching allocator and generator (2.11 - 2.13) -----------------------------------------------------------
 
 

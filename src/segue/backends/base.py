@@ -14,7 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+import torch
+
 from segue.graph import Recorder, Recording, Trace, traced
+from segue.graph.tree import flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import GraphRecord
 from segue.shapes.key import ShapeKey
@@ -99,6 +102,7 @@ class RecordingBackend(Backend):
             nodes=recording.nodes,
             pool_bytes=recording.pool_bytes,
             driver_bytes=max(driver_bytes, 0) if lane.device.kind == "cuda" else 0,
+            output_bytes=sum(leaf.nbytes for leaf in flatten(recording.output)[0] if isinstance(leaf, torch.Tensor)),
             warmup_s=trace.seconds,
             capture_s=recording.capture_s,
             instantiate_s=recording.instantiate_s,

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         if options.stats:
             from segue.observe.report import phase_table
 
-            print("\n" + phase_table(stats["phases"]))
+            print(f"\n{phase_table(stats['phases'])}\n\n{engine.ledger()}")
         write_json(options.json, {"outputs": outputs, "stats": stats, "startup_s": seconds})
     return 0
 

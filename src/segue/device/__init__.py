@@ -9,9 +9,30 @@ import functools
 
 import torch
 
-from segue.device.base import Capture, Device, DeviceGraph, Observer, Pool, PoolState, ShapeMemo
+from segue.device.base import (
+    Capture,
+    Device,
+    DeviceGraph,
+    MemoryReading,
+    Observer,
+    Peak,
+    Pool,
+    PoolState,
+    ShapeMemo,
+)
 
-__all__ = ["Capture", "Device", "DeviceGraph", "Observer", "Pool", "PoolState", "ShapeMemo", "get_device"]
+__all__ = [
+    "Capture",
+    "Device",
+    "DeviceGraph",
+    "MemoryReading",
+    "Observer",
+    "Peak",
+    "Pool",
+    "PoolState",
+    "ShapeMemo",
+    "get_device",
+]
 
 
 def get_device(device: torch.device | str) -> Device:

@@ -42,6 +42,31 @@ class PoolState(NamedTuple):
         return sum(nbytes for _, nbytes in self.segments)
 
 
+class MemoryReading(NamedTuple):
+    """One look at a device, in bytes: what the driver says is in use and how much there is, and of the former what the
+    allocators reserved and handed out, graph pools included."""
+
+    driver_used: int
+    driver_total: int
+    reserved: int
+    allocated: int
+
+    @property
+    def driver_free(self) -> int:
+        return self.driver_total - self.driver_used
+
+    @property
+    def unreserved(self) -> int:
+        """In use, and by no allocator: executable graphs, kernels that were loaded, handles, other processes."""
+        return self.driver_used - self.reserved
+
+
+class Peak:
+    """What was allocated at most, above what there was at the beginning; known at the end of `Device.measure_peak`."""
+
+    nbytes = 0
+
+
 class DeviceGraph(Protocol):
     """One recorded segment. `nodes` counts what a replay submits; None where the device cannot tell."""
 
@@ -125,6 +150,17 @@ class Device(ABC):
     @abstractmethod
     def driver_used(self) -> int:
         """Bytes in use on the whole device, as the driver sees it."""
+
+    @abstractmethod
+    def memory(self) -> MemoryReading:
+        """A reading, without waiting for the device."""
+
+    @abstractmethod
+    def measure_peak(self, pool: Pool | None = None) -> AbstractContextManager[Peak]:
+        """What a block allocates at most: from `pool`, which a capture inside uses, or (None) while it runs eagerly.
+
+        On CUDA torch's own peak statistics start again, and what other threads allocate meanwhile counts as well.
+        """
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A normal tensor over the same memory that keeps nothing alive: its storage spans exactly the tensor."""

@@ -13,33 +13,39 @@ on gets it again at the end, so no recording is built on a guess.
 from __future__ import annotations
 
 import contextlib
-import resource
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from segue._compat import forbid_data_access, without_autocast, without_modes
-from segue.device.base import Device, DeviceGraph, Observer, ShapeMemo
-from segue.device.cpu_pool import CpuPool
+from segue._compat import AllocationWatch, forbid_data_access, without_autocast, without_modes
+from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, ShapeMemo
+from segue.device.cpu_pool import CpuPool, Mapped
 from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step
 from segue.device.operations import RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
-from segue.device.watch import HostReads, OperationMode, describe_line, user_line
-from segue.errors import CaptureError, HostReadError
+from segue.device.watch import HostReads, OperationMode, describe_line, error_line, user_line
+from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
 
 class CpuDevice(Device):
-    """Ordinary memory as a recording device."""
+    """Ordinary memory as a recording device. What it calls memory is that of its pools, exact to the byte.
+
+    Args:
+        capacity: bytes that its pools may reserve together, beyond which they are out of memory as a GPU would be; None
+            where nothing but the machine bounds them.
+    """
 
     kind = "cpu"
     traces_shapes = True
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
         self.device = torch.device("cpu")
+        self._mapped = Mapped(capacity)
 
     def open_pool(self, stream: Any = None) -> CpuPool:
-        return CpuPool()
+        return CpuPool(self._mapped)
 
     @contextlib.contextmanager
     def capture(
@@ -68,7 +74,26 @@ class CpuDevice(Device):
         return None
 
     def driver_used(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return self._mapped.nbytes
+
+    def memory(self) -> MemoryReading:
+        mapped = self._mapped
+        total = mapped.capacity or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryReading(mapped.nbytes, total, mapped.nbytes, mapped.live_bytes)
+
+    @contextlib.contextmanager
+    def measure_peak(self, pool: Any = None) -> Iterator[Peak]:
+        peak = Peak()
+        if pool is None:
+            with AllocationWatch() as watch:
+                yield peak
+            peak.nbytes = watch.peak_bytes
+            return
+        before = pool.begin_peak()
+        try:
+            yield peak
+        finally:
+            peak.nbytes = pool.peak_bytes - before
 
 
 class CpuGraph:
@@ -120,6 +145,10 @@ class CpuCapture:
             return error
         if self._refusal is not None:
             return self._refusal
+        if isinstance(error, torch.OutOfMemoryError):
+            location = error_line(error)
+            where = f" ({location})" if location else ""
+            return CaptureOutOfMemory(f"the device ran out of memory while recording{where}: {error}", location=location)
         return None
 
     def unrecorded(self) -> AbstractContextManager[Any]:

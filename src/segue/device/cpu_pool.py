@@ -46,11 +46,29 @@ class _Block:
         self.following: _Block | None = None
 
 
-class CpuPool:
-    """Owns its chunks until `close`; tensors handed out must not be used after that. Guarded by the lane's lock."""
+class Mapped:
+    """What all pools of one device hold: bytes reserved and in use, and how many may be reserved (None: no bound)."""
 
-    def __init__(self) -> None:
+    __slots__ = ("capacity", "live_bytes", "nbytes")
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.nbytes = 0
+        self.live_bytes = 0
+
+
+class CpuPool:
+    """Owns its chunks until `close`; tensors handed out must not be used after that. Guarded by the lane's lock.
+
+    Raises torch.OutOfMemoryError where its device's capacity is reached.
+    """
+
+    def __init__(self, mapped: Mapped | None = None) -> None:
         self.is_retired = False
+        self.peak_bytes = 0
+        """bytes in use at most since `begin_peak`"""
+        self._mapped = Mapped() if mapped is None else mapped
+        self._live_bytes = 0
         self._chunks: list[torch.Tensor] = []
         self._starts: list[int] = []  # sorted addresses of chunks
         self._by_start: dict[int, int] = {}
@@ -66,7 +84,16 @@ class CpuPool:
         segments = [(start, self._chunks[self._by_start[start]].numel()) for start in self._starts]
         return PoolState(segments, dict(self._live))
 
+    def begin_peak(self) -> int:
+        """Measures the peak anew, and returns the bytes in use now."""
+        self._collect()
+        self.peak_bytes = self._live_bytes
+        return self._live_bytes
+
     def close(self) -> None:
+        self._mapped.nbytes -= sum(chunk.numel() for chunk in self._chunks)
+        self._mapped.live_bytes -= self._live_bytes
+        self._live_bytes = 0
         self._chunks.clear()
         self._starts.clear()
         self._views.clear()
@@ -85,6 +112,7 @@ class CpuPool:
         memory = (ctypes.c_char * nbytes).from_address(block.address)
         ctypes.memset(block.address, _poison(dtype), nbytes)
         self._live[block.address] = block.nbytes
+        self._note_live(block.nbytes)
         self._guards[block.address] = weakref.ref(memory, _Note(self._dead, block.address))
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
@@ -120,6 +148,11 @@ class CpuPool:
         chunk = self._by_start[start]
         return chunk if address < start + self._chunks[chunk].numel() else None
 
+    def _note_live(self, change: int) -> None:
+        self._live_bytes += change
+        self._mapped.live_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
     def _take(self, nbytes: int) -> _Block:
         self._collect()
         wanted = -(-nbytes // _ROUND) * _ROUND
@@ -150,6 +183,13 @@ class CpuPool:
             nbytes = _LARGE_CHUNK
         else:
             nbytes = -(-wanted // _ROUND_LARGE) * _ROUND_LARGE
+        mapped = self._mapped
+        if mapped.capacity is not None and mapped.nbytes + nbytes > mapped.capacity:
+            raise torch.OutOfMemoryError(
+                f"the cpu device is out of memory: {nbytes} bytes wanted, {mapped.capacity - mapped.nbytes} of "
+                f"{mapped.capacity} left"
+            )
+        mapped.nbytes += nbytes
         with torch.inference_mode(False):  # mapped memory starts on a page, and so every block on 512 bytes
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             chunk = torch.frombuffer(memory, dtype=torch.uint8)
@@ -166,7 +206,7 @@ class CpuPool:
 
     def _release(self, address: int) -> None:
         self._guards.pop(address, None)
-        self._live.pop(address, None)
+        self._note_live(-self._live.pop(address, 0))
         block = self._blocks.get(address)
         if block is None:  # the pool was closed first
             return

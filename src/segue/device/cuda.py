@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from segue._compat import CaptureProbe, pool_snapshot, stop_routing_to_pool, without_modes
-from segue.device.base import Device, DeviceGraph, Observer, PoolState, ShapeMemo
+from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, PoolState, ShapeMemo
 from segue.device.operations import Operation
 from segue.device.watch import OperationMode, error_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
@@ -95,6 +95,26 @@ class CudaDevice(Device):
     def driver_used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
+
+    def memory(self) -> MemoryReading:
+        free, total = torch.cuda.mem_get_info(self.device)
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        reserved, allocated = (stats[f"{kind}_bytes"]["all"]["current"] for kind in ("reserved", "allocated"))
+        return MemoryReading(total - free, total, reserved, allocated)
+
+    @contextlib.contextmanager
+    def measure_peak(self, pool: Any = None) -> Iterator[Peak]:
+        peak = Peak()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = self._allocated()["current"]
+        try:
+            yield peak
+        finally:
+            peak.nbytes = self._allocated()["peak"] - before
+
+    def _allocated(self) -> dict[str, int]:
+        stats: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+        return stats
 
 
 class CudaPool:

@@ -19,7 +19,7 @@ import torch
 
 from segue.backends import make_backend
 from segue.config import PhaseFacts, ResolvedConfig, resolve
-from segue.device import get_device
+from segue.device import MemoryReading, get_device
 from segue.errors import SegueError
 from segue.llm.arguments import Prompt, check_type, many_prompts, params_of_each
 from segue.llm.attention import choose_attention, needs_of, register
@@ -37,6 +37,7 @@ from segue.llm.scheduler import Request, Scheduler
 from segue.llm.stats import phase_stats
 from segue.llm.text import IncrementalDetokenizer
 from segue.memory.lane import Lane
+from segue.memory.ledger import Ledger, ledger_of
 from segue.runners import CaptureReport, Progress
 
 __all__ = ["Engine", "Prompt", "RequestOutput", "TokenLogprob"]
@@ -111,6 +112,7 @@ class Engine:
         self._num_steps = {"prefill": 0, "decode": 0}
         self._num_generated = 0
         self._is_closed = False
+        self._readings: tuple[MemoryReading, MemoryReading] | None = None
         self.resolved, self.prefill, self.decode = self._make_runners()
         self._pages = PagePool(self.sizes.num_pages)
         self._scheduler = Scheduler(
@@ -178,8 +180,10 @@ class Engine:
         """
         with self._lock, torch.inference_mode():
             self._check_open()
+            before = self.device.memory()
             for runner in self.runners:
                 self.capture_reports[runner.phase] = runner.capture(progress=progress)
+            self._readings = before, self.device.memory()
             for runner in self.runners:
                 runner.guard.close()
         return self.capture_reports
@@ -392,6 +396,13 @@ class Engine:
 
     # -- what it did ---------------------------------------------------------------------------------------------------
 
+    def ledger(self) -> Ledger:
+        """What every graph costs, with the balance of the last capture against the driver."""
+        with self._lock:
+            records = [record for runner in self.runners for record in runner.store.records()]
+            static: dict[str, int] = {runner.phase: runner.static_bytes for runner in self.runners}
+            return ledger_of(self.lane, records, static=static, readings=self._readings)
+
     def stats(self) -> dict[str, Any]:
         """Counts and bytes since start-up; plain values, ready for JSON."""
         with self._lock:
@@ -406,6 +417,7 @@ class Engine:
                 "free_pages": self._pages.num_free,
                 "cache_bytes": self.cache.nbytes,
                 "graph_pool_bytes": self.lane.reserved_bytes,
+                "memory": self.ledger().to_dict(),
                 "phases": {
                     runner.phase: phase_stats(runner, self.capture_reports.get(runner.phase)) for runner in self.runners
                 },

@@ -67,6 +67,9 @@ class Decision:
 class GraphRecord:
     """The ledger's row of one recording. Bytes and seconds as measured; `nodes` None where the device cannot tell.
 
+    `pool_bytes` is what the lane's pool grew by for it, `peak_bytes` what it holds there at most while it runs (0 where
+    that was not measured), `output_bytes` its outputs, which lie in the pool. `driver_bytes` are those of its executable
+    graphs, `static_bytes` inputs of its own, `loaded_bytes` what its warm-up made the driver load (kernels, handles).
     `real` and `padded` add up the rows of all hits, so `real / padded` is the useful share of the work.
     """
 
@@ -78,12 +81,25 @@ class GraphRecord:
     pool_bytes: int = 0
     driver_bytes: int = 0
     static_bytes: int = 0
+    output_bytes: int = 0
+    peak_bytes: int = 0
+    loaded_bytes: int = 0
     warmup_s: float = 0.0
     capture_s: float = 0.0
     instantiate_s: float = 0.0
     hits: int = 0
     real: int = 0
     padded: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """What it uses of pool memory that was there before it: other recordings' memory, in use at other times."""
+        return max(self.peak_bytes - self.pool_bytes, 0)
+
+    @property
+    def freed_if_evicted(self) -> int:
+        """What closing it alone gives back: pool memory is shared, and goes with the lane."""
+        return self.driver_bytes + self.static_bytes
 
 
 class Decisions:

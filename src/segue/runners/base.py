@@ -178,11 +178,13 @@ class Runner(ABC, Generic[B]):
             with self.lane.exclusive(), self.lane.capture_pass():
                 largest: Trace | None = None
                 for key in wanted:
+                    before = self.lane.device.memory()
                     trace = None if self._is_ruled_out(key, report) else self._warm(key, largest, tell, report)
                     if trace is not None:
                         largest = largest or trace
                         tell(key, "capture")
-                        self._record(key, trace, report)
+                        loaded_bytes = self.lane.device.memory().unreserved - before.unreserved
+                        self._record(key, trace, loaded_bytes, report)
         report.seconds = time.perf_counter() - start
         return report
 
@@ -202,14 +204,16 @@ class Runner(ABC, Generic[B]):
             self._failed(key, error, report)
         return None
 
-    def _record(self, key: ShapeKey, trace: Trace, report: CaptureReport) -> None:
+    def _record(self, key: ShapeKey, trace: Trace, loaded_bytes: int, report: CaptureReport) -> None:
+        device = self.lane.device
         try:
-            self.lane.device.make_room()
-            with calling(self.prepare(key)):
+            device.make_room()
+            with calling(self.prepare(key)), device.measure_peak(self.lane.pool) as peak:
                 graph = self.backend.record(key, self.forward(key), trace)
         except CaptureError as error:
             self._failed(key, error, report)
             return
+        graph.record.peak_bytes, graph.record.loaded_bytes = peak.nbytes, max(loaded_bytes, 0)
         self.store.add(graph)
         report.records.append(graph.record)
 
