@@ -110,6 +110,7 @@ QUICK = ("--device", "cpu", "--max-context", "128", "--chunk-size", "32", "--max
         (("generate", "Hi", "--max-context", "0"), "--max-context is 0"),
         (("generate", "Hi", "--max-context", "1"), "--max-context is 1"),
         (("generate", "Hi", "--chunk-size", "0"), "--chunk-size is 0"),
+        (("generate", "Hi", "--memory-fraction", "2"), "--memory-fraction is 2.0; it must be 'auto', or above 0"),
         (("generate", "Hi", "--prompts-file"), "--prompts-file"),
         (("generate", "--prompts-file", "/nowhere/prompts.txt"), "/nowhere/prompts.txt cannot be read"),
         (("generate", "Hi", "--json", "/nowhere/out.json"), "/nowhere does not exist"),
@@ -170,6 +171,11 @@ def test_cuda_without_a_gpu_is_a_failure(run: Run, tiny_chat: str) -> None:
     assert "CUDA" in result.line() and result.status == 1
 
 
+def test_a_memory_fraction_on_cpu_is_a_failure(run: Run, tiny_chat: str) -> None:
+    result = run("generate", "Hi", "--model", tiny_chat, "--memory-fraction", "0.5", "--device", "cpu")
+    assert "--memory-fraction is 0.5; it bounds the memory of a CUDA device" in result.line() and result.status == 1
+
+
 def test_debug_shows_the_traceback_and_the_line(run: Run, tmp_path: Path) -> None:
     result = run("generate", "Hi", "--model", str(tmp_path), "--debug")
     assert result.status == 1 and "Traceback (most recent call last)" in result.err and "load.py" in result.err
@@ -228,6 +234,13 @@ def test_json_holds_what_was_printed(run: Run, tiny_chat: str, tmp_path: Path) -
     assert written["startup_s"] > 0 and written["stats"]["phases"]["decode"]["replays"] == 7
     assert re.search(r"^decode +full +all +2 +7 +0 ", table, re.MULTILINE)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out.json"]
+
+
+def test_the_tables_of_stats_are_at_most_120_columns_wide(run: Run, tiny_chat: str) -> None:
+    result = run("generate", "Hi", "--model", tiny_chat, "--stats", *QUICK)
+    table = result.out[result.out.index("phase ") :].splitlines()
+    assert result.status == 0 and max(map(len, table)) <= 120
+    assert any(line.startswith("family") for line in table) and "unexplained 0 B" in table[-1]
 
 
 def test_a_prompts_file_is_one_batch(run: Run, tiny_chat: str, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from segue import GraphConfig
+from segue.errors import ConfigError, SegueError
 from segue.llm import Engine, EngineConfig, SamplingParams
 
 pytest.importorskip("transformers")
@@ -43,3 +45,182 @@ def test_the_ledger_explains_every_byte_of_an_engine_s_graphs(model: Any) -> Non
         memory = engine.stats()["memory"]
         assert json.loads(json.dumps(memory)) == memory and len(memory["graphs"]) == len(ledger.graphs)
         assert max(map(len, str(ledger).splitlines())) <= 120
+
+
+# -- sleeping, resizing, weights ---------------------------------------------------------------------------------------
+
+
+def test_text_after_a_wake_equals_text_before(model: Any) -> None:
+    with engine_of(model) as engine:
+        before = tokens(engine)
+        counts = engine.stats()["phases"]["decode"]["replays"]
+        held = engine.device.memory().driver_used + engine.cache.nbytes
+        assert engine.sleep() == held > 0 and engine.device.memory().driver_used == 0 and engine.cache.nbytes == 0
+        assert engine.stats()["graph_pool_bytes"] == 0 and engine.sleep() == 0
+        for use in (lambda: engine.generate([[1]]), lambda: engine.step(), lambda: engine.add_request([1])):
+            with pytest.raises(SegueError, match=r"sleeps.*call wake"):
+                use()
+        engine.wake()
+        engine.wake()
+        assert tokens(engine) == before
+        phase = engine.stats()["phases"]["decode"]
+        assert phase["replays"] == 2 * counts and phase["eager"] == {} and engine.stats()["recaptures"] == 1
+        assert engine.ledger().balance is not None and engine.ledger().balance.unexplained == 0
+
+
+def test_requests_in_flight_keep_an_engine_awake_unless_they_are_preempted(model: Any) -> None:
+    with engine_of(model) as engine:
+        expected = tokens(engine)
+        names = [engine.add_request(prompt_of(n), GREEDY) for n in (9, 21, 3)]
+        for _ in range(4):
+            engine.step()
+        with pytest.raises(SegueError, match=r"cannot sleep: 3 requests are running and 0 waiting.*preempt=True"):
+            engine.sleep()
+        with pytest.raises(SegueError, match="the cache cannot be resized"):
+            engine.resize_cache(30)
+        engine.sleep(preempt=True)
+        engine.wake()
+        while engine.step():
+            pass
+        outputs = [engine.take_output(name) for name in names]
+        assert [output.token_ids for output in outputs if output is not None] == expected
+
+
+def test_an_engine_captured_by_hand_sleeps_and_wakes_without_graphs(model: Any) -> None:
+    with engine_of(model, graphs=GraphConfig(capture="manual")) as engine:
+        before = tokens(engine)
+        engine.sleep()
+        engine.wake()
+        assert tokens(engine) == before and engine.ledger().graphs == ()
+        engine.sleep()
+    assert engine.stats()["graph_pool_bytes"] == 0  # closed while it slept
+
+
+def test_a_wake_that_fails_leaves_the_engine_asleep_and_can_be_tried_again(model: Any) -> None:
+    with engine_of(model) as engine:
+        before = tokens(engine)
+        engine.sleep()
+
+        def interrupt(key: Any, what: str) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.wake(interrupt)
+        assert engine.device.memory().driver_used == 0 and engine.cache.nbytes == 0
+        with pytest.raises(SegueError, match="sleeps"):
+            engine.step()
+        engine.wake()
+        assert tokens(engine) == before
+
+
+def test_a_cache_of_another_size_gives_the_same_text(model: Any) -> None:
+    with engine_of(model) as engine:
+        before = tokens(engine)
+        engine.resize_cache(5)
+        assert engine.sizes.num_pages == 5 and engine.sizes.max_requests == 3
+        assert [engine.generate(prompt_of(n), GREEDY)[0].token_ids for n in (9, 21, 3)] == before
+        with pytest.raises(ValueError, match="num_pages is 2"):
+            engine.resize_cache(2)
+        engine.resize_cache(40)
+        assert tokens(engine) == before
+
+
+def test_weights_written_in_place_keep_every_graph() -> None:
+    ours, theirs = tiny_model(), tiny_model("Llama")
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(0.7)
+    with engine_of(theirs) as engine:
+        expected = tokens(engine)
+    with engine_of(ours) as engine:
+        assert tokens(engine) != expected
+        captured = [id(graph) for graph in engine.prefill.store.records()]
+        engine.update_weights(theirs.state_dict())
+        assert tokens(engine) == expected
+        assert [id(graph) for graph in engine.prefill.store.records()] == captured and engine.num_recaptures == 0
+        name = "model.layers.0.self_attn.q_proj.weight"
+        with pytest.raises(ValueError, match="no weight 'nonsense'"):
+            engine.update_weights({name: torch.zeros(32, 32), "nonsense": torch.zeros(1)})
+        with pytest.raises(ValueError, match="nothing was changed"):
+            engine.update_weights({name: torch.zeros(32, 32), "lm_head.weight": torch.zeros(3)})
+        assert tokens(engine) == expected
+
+
+@pytest.mark.parametrize("way", ["data", "parameter", "assign", "to"])
+def test_weights_that_were_bound_anew_are_captured_again(way: str) -> None:
+    ours, theirs = tiny_model(), tiny_model()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(0.7)
+    with engine_of(theirs) as engine:
+        expected = tokens(engine)
+    with engine_of(ours) as engine:
+        tokens(engine)
+        if way == "data":
+            for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                parameter.data = other.data.clone()
+        elif way == "parameter":
+            for name, other in theirs.named_parameters():
+                owner, _, leaf = name.rpartition(".")
+                setattr(ours.get_submodule(owner), leaf, torch.nn.Parameter(other.detach().clone()))
+        elif way == "assign":
+            ours.load_state_dict(theirs.state_dict(), assign=True)
+        else:
+            ours.load_state_dict(theirs.state_dict())
+            ours.to(torch.float64).to(torch.float32)
+        assert tokens(engine) == expected and engine.stats()["recaptures"] == 1
+        assert tokens(engine) == expected and engine.stats()["recaptures"] == 1
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_is_made_without_a_trace_and_meets_the_ledger(model: Any) -> None:
+    with engine_of(model) as engine:
+        tokens(engine)
+        state = torch.get_rng_state()
+        before, memory = engine.stats(), engine.device.memory()
+        estimate = engine.measure()
+        assert engine.stats() == before and engine.device.memory() == memory
+        assert torch.equal(torch.get_rng_state(), state)
+        actual = engine.ledger().budget_bytes
+        assert estimate.pool_bytes == actual and estimate.graph_bytes == actual
+        assert estimate.eager_peak_bytes >= 4 * 96 * 4 * 4 and estimate.static_bytes > 0
+        assert {family.family: family.num_graphs for family in estimate.families} == {
+            row.family: row.graphs for row in engine.ledger().families
+        }
+        assert "(+0.0%)" in estimate.compared(engine.ledger())
+
+
+def test_what_is_missing_becomes_fewer_pages() -> None:
+    from segue.device import MemoryReading
+    from segue.llm.sizing import fewer_pages, missing_bytes
+    from segue.memory.estimate import Estimate
+
+    estimate = Estimate((), 0, 0, eager_peak_bytes=100)
+    assert missing_bytes(MemoryReading(790, 1000, 0, 0), 0.9, estimate) == 0
+    assert missing_bytes(MemoryReading(820, 1000, 0, 0), 0.9, estimate) == 0, "missed by less than a second capture is worth"
+    assert missing_bytes(MemoryReading(850, 1000, 0, 0), 0.9, estimate) == 50
+    assert missing_bytes(MemoryReading(901, 1000, 0, 0), 1.0, estimate) == 1
+    assert fewer_pages(100, 50, 16) == 96 and fewer_pages(100, 0, 16) == 88
+    with pytest.raises(ConfigError, match="no room for a KV cache"):
+        fewer_pages(4, 32, 16)
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "memory_fraction is 0;": {"memory_fraction": 0},
+    "memory_fraction is 1.5;": {"memory_fraction": 1.5},
+    "memory_fraction is True": {"memory_fraction": True},
+    "set one of them": {"memory_fraction": 0.5, "num_pages": 20},
+}
+
+
+@pytest.mark.parametrize("message", list(BAD))
+def test_a_memory_fraction_that_cannot_be_is_refused(message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**BAD[message])
+
+
+def test_a_memory_fraction_on_cpu_is_refused_in_one_line(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"memory_fraction is 0\.5; it bounds the memory of a CUDA device"):
+        Engine(model, EngineConfig(device="cpu", memory_fraction=0.5))

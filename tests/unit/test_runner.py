@@ -388,3 +388,51 @@ def test_an_exception_in_a_load_leaves_the_lane_free(make: Make) -> None:
         runner.execute(Toy(torch.zeros(2, WIDTH + 1, device=runner.inputs.device)))
     assert not runner.lane.is_entered
     check(runner, 2, 2)
+
+
+# -- memory that runs out ----------------------------------------------------------------------------------------------
+
+
+class LargeRunner(ToyRunner):
+    """As `ToyRunner`, with a temporary of 4 MiB a row in the forward pass."""
+
+    def compute(self, x: torch.Tensor, rung: int) -> torch.Tensor:
+        wide = x[:, :1].repeat(1, 1 << 20)
+        return super().compute(x, rung) + 0 * wide.sum(dim=-1)
+
+
+@pytest.fixture
+def small_lane() -> Iterator[Lane]:
+    """A cpu device with 24 MiB for its pools: rungs of up to 4 rows fit."""
+    from segue.device.cpu import CpuDevice
+
+    lane = Lane(CpuDevice(capacity=24 << 20))
+    yield lane
+    lane.close()
+
+
+def test_a_capture_out_of_memory_says_the_numbers_the_family_the_rung_and_what_helps(small_lane: Lane) -> None:
+    runner = LargeRunner(small_lane, Settings(), (2, 8))
+    with torch.inference_mode(), pytest.raises(CaptureOutOfMemory) as caught:
+        runner.capture()
+    text = str(caught.value)
+    assert text.startswith("call[8 tokens]: the device ran out of memory while recording") and "\n" not in text
+    assert "33554432 bytes wanted" in text and "of 24.0 MiB the graph pools hold 0 B" in text
+    assert "max_size below 8" in text and "on_failure='shrink'" in text and "'breakable' for call" in text
+    assert caught.value.location is not None and "test_runner.py" in caught.value.location
+    assert small_lane.reserved_bytes == 0 and len(runner.store) == 0
+    runner.close()
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("shrink", [1, 2, 4]), ("skip", [1, 2, 4]), ("eager", [])])
+def test_shrink_finds_the_largest_ladder_that_fits(small_lane: Lane, policy: str, kept: list[int]) -> None:
+    runner = LargeRunner(small_lane, Settings(on_failure=policy), (1, 2, 4, 8, 16))
+    with torch.inference_mode():
+        report = runner.capture()
+        assert captured(runner) == kept
+        assert all(isinstance(error, CaptureOutOfMemory) for _, error in report.failures)
+        check(runner, 9, None, Reason.CAPTURE_FAILED)
+        if kept:
+            check(runner, 3, 4)
+    assert small_lane.reserved_bytes <= 24 << 20
+    runner.close()

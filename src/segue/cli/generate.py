@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together")
     parser.add_argument("--chunk-size", type=int, metavar="N", help="tokens of one prefill step")
     parser.add_argument("--max-requests", type=int, metavar="N", help="requests that run at once")
+    parser.add_argument(
+        "--memory-fraction", type=float, metavar="F", help="of a GPU's memory, what may be in use; sizes the KV cache (0.9)"
+    )
     parser.add_argument("--stats", action="store_true", help="print the table of graphs at the end")
 
 
@@ -119,7 +122,7 @@ def _read_text(file: str) -> str:
 def _engine_config(options: argparse.Namespace, kind: type) -> Any:
     from segue.config import GraphConfig
 
-    sizes = {name: getattr(options, name) for name in ("max_context", "chunk_size", "max_requests")}
+    sizes = {name: getattr(options, name) for name in ("max_context", "chunk_size", "max_requests", "memory_fraction")}
     graphs = GraphConfig(decode=options.decode, prefill=options.prefill, debug=options.debug_graphs)
     given = {name: size for name, size in sizes.items() if size is not None}
     return kind(device=options.device, attention=options.attention, graphs=graphs, **given)

@@ -17,7 +17,7 @@ from segue.llm.pages import NUM_RESERVED_PAGES, PAGE_SIZE, pages_for
 
 _CPU_CACHE_BYTES = 1 << 30
 _CPU_MAX_CONTEXT = 1024
-_CUDA_MEMORY_FRACTION = 0.8
+DEFAULT_MEMORY_FRACTION = 0.9
 _CPU_GATHER_COPIES = 4  # SmolLM2-135M, 1454 requests, context 1024: 11 GB at the most, where one copy is 2.3 GB
 
 
@@ -26,8 +26,10 @@ class EngineConfig:
     """Settings of an engine. Counts are in requests and tokens; "auto" follows from device and model.
 
     `chunk_size` bounds the tokens of one prefill step, `max_requests` the requests that run at once, `max_context` the
-    prompt and output of one request together, `num_pages` the cache (16 tokens a page, two of them reserved). `fuse` says
-    whether the model's layers are fused (`segue.llm.fuse`); "auto" is on cuda.
+    prompt and output of one request together, `num_pages` the cache (16 tokens a page, two of them reserved).
+    `memory_fraction` sizes the cache instead, on CUDA: how much of the device's memory may be in use once the engine has
+    started, other processes and the largest eager pass included. `fuse` says whether the model's layers are fused
+    (`segue.llm.fuse`); "auto" is on cuda.
     """
 
     device: str | torch.device = "auto"
@@ -36,6 +38,7 @@ class EngineConfig:
     max_requests: int | Literal["auto"] = "auto"
     max_context: int | Literal["auto"] = "auto"
     num_pages: int | Literal["auto"] = "auto"
+    memory_fraction: float | Literal["auto"] = "auto"
     attention: str = "auto"
     fuse: bool | Literal["auto"] = "auto"
     graphs: GraphConfig = field(default_factory=GraphConfig)
@@ -55,6 +58,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigError(f"{name} is {value!r}; it must be 'auto' or an integer of at least {least}")
+        self._check_memory_fraction()
         if self.graphs.capture not in ("startup", "manual"):
             raise ConfigError(
                 f"graphs.capture is {self.graphs.capture!r}; the engine captures at 'startup', or when told to ('manual')"
@@ -63,6 +67,17 @@ class EngineConfig:
             raise ConfigError(
                 f"graphs.memory_budget is {self.graphs.memory_budget!r}; the engine captures a fixed set of shapes and "
                 "keeps to no budget: leave it at None, and bound the shapes with ladder and max_size of a PhaseConfig"
+            )
+
+    def _check_memory_fraction(self) -> None:
+        fraction = self.memory_fraction
+        if fraction == "auto":
+            return
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+            raise ConfigError(f"memory_fraction is {fraction!r}; it must be 'auto', or above 0 and at most 1")
+        if self.num_pages != "auto":
+            raise ConfigError(
+                f"memory_fraction is {fraction} and num_pages is {self.num_pages}: both size the KV cache; set one of them"
             )
 
 
@@ -97,22 +112,37 @@ def torch_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def settle_sizes(config: EngineConfig, facts: ModelFacts, device: torch.device, *, is_gathered: bool = True) -> Sizes:
-    """Replaces every "auto". On cuda the cache gets what is free of the device's memory up to a fraction of it.
+def settle_sizes(
+    config: EngineConfig, facts: ModelFacts, device: torch.device, *, is_gathered: bool = True, reserve_bytes: int = 0
+) -> Sizes:
+    """Replaces every "auto". On cuda the cache gets what is free of the device's memory up to a fraction of it, less
+    `reserve_bytes` for what is still to come.
 
     What can never be reached is cut down: requests to the cache's pages, since each that runs holds one, and the chunk
     to the tokens that all requests of a prefill can bring. `is_gathered` says that the attention copies the context that it
     reads. Raises ConfigError where sizes that were asked for need more memory than there is.
     """
     is_cpu = device.type == "cpu"
+    if is_cpu and config.memory_fraction != "auto":
+        raise ConfigError(
+            f"memory_fraction is {config.memory_fraction}; it bounds the memory of a CUDA device, and this engine runs on "
+            "cpu: set num_pages"
+        )
     chunk = (256 if is_cpu else 2048) if config.chunk_size == "auto" else config.chunk_size
     requests = (8 if is_cpu else 256) if config.max_requests == "auto" else config.max_requests
     longest = min(facts.max_context, _CPU_MAX_CONTEXT) if is_cpu else facts.max_context
     context = longest if config.max_context == "auto" else min(config.max_context, facts.max_context)
-    pages = _num_pages(facts, device, requests, context) if config.num_pages == "auto" else config.num_pages
+    pages = config.num_pages
+    if pages == "auto":
+        pages = _num_pages(facts, requests, context, _cache_budget(config, device, reserve_bytes))
     sizes = reachable_sizes(chunk, requests, context, pages, is_cpu=is_cpu)
     _check_memory(config, sizes, facts, device, is_gathered=is_gathered)
     return sizes
+
+
+def used_fraction(config: EngineConfig) -> float:
+    """Of the device's memory that may be in use, the default where none is set."""
+    return DEFAULT_MEMORY_FRACTION if config.memory_fraction == "auto" else config.memory_fraction
 
 
 def reachable_sizes(chunk: int, requests: int, context: int, pages: int, *, is_cpu: bool) -> Sizes:
@@ -156,7 +186,7 @@ def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device:
     kv_row = facts.num_kv_heads * (facts.head_dim + facts.value_head_dim) * facts.dtype.itemsize
     copies = int(is_gathered) * (_CPU_GATHER_COPIES if device.type == "cpu" else 1)
     needs = {
-        "num_pages": sizes.num_pages * _bytes_per_page(facts),
+        "num_pages": sizes.num_pages * bytes_per_page(facts),
         "max_requests": sizes.max_requests * (copies * sizes.max_context * kv_row + 4 * facts.vocab_size),
         "chunk_size": sizes.chunk_size * 8 * facts.hidden_size * facts.dtype.itemsize,
     }
@@ -169,19 +199,23 @@ def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device:
             )
 
 
-def _bytes_per_page(facts: ModelFacts) -> int:
+def bytes_per_page(facts: ModelFacts) -> int:
+    """What a page of the cache costs over all layers."""
     return PagedKVCache.bytes_per_page(
         facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.dtype, value_head_dim=facts.value_head_dim
     )
 
 
-def _num_pages(facts: ModelFacts, device: torch.device, requests: int, context: int) -> int:
+def _cache_budget(config: EngineConfig, device: torch.device, reserve_bytes: int) -> int:
+    if device.type == "cpu":
+        return _CPU_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - used_fraction(config)) * total) - reserve_bytes
+
+
+def _num_pages(facts: ModelFacts, requests: int, context: int, budget: int) -> int:
     enough = requests * pages_for(context, PAGE_SIZE) + NUM_RESERVED_PAGES
-    per_page = _bytes_per_page(facts)
-    budget = _CPU_CACHE_BYTES
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - _CUDA_MEMORY_FRACTION) * total)
+    per_page = bytes_per_page(facts)
     affordable = budget // per_page
     least = pages_for(context, PAGE_SIZE) + NUM_RESERVED_PAGES
     if affordable < least:

@@ -2,7 +2,7 @@
 
 One step, in one direction: the scheduler says which tokens run, they become a batch on the host, the runner of the
 phase answers with logits, the sampler chooses, the scheduler takes the tokens. Start-up does everything that is slow:
-it loads, settles the configuration, sizes the cache, captures, and closes the runners' guards.
+it loads, settles the configuration, sizes the cache, captures, and closes the runners' guards (`llm.lifecycle`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ import torch
 
 from segue.backends import make_backend
 from segue.config import PhaseFacts, ResolvedConfig, resolve
-from segue.device import MemoryReading, get_device
+from segue.device import get_device
 from segue.errors import SegueError
 from segue.llm.arguments import Prompt, check_type, many_prompts, params_of_each
 from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
-from segue.llm.config import EngineConfig, fitted_graphs, settle_sizes, torch_device
+from segue.llm.config import EngineConfig, fitted_graphs, torch_device
 from segue.llm.fuse import FusionReport, fuse, unfuse
-from segue.llm.kv_cache import PagedKVCache
-from segue.llm.load import LoadedModel, load_model
+from segue.llm.lifecycle import Lifecycle
+from segue.llm.load import load_model
 from segue.llm.outputs import RequestOutput, TokenLogprob
-from segue.llm.pages import PagePool
 from segue.llm.prompts import chat_ids, encode
 from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner, StepOutput
 from segue.llm.sampler import SamplingParams, sample
-from segue.llm.scheduler import Request, Scheduler
+from segue.llm.scheduler import Request
 from segue.llm.stats import phase_stats
 from segue.llm.text import IncrementalDetokenizer
 from segue.memory.lane import Lane
-from segue.memory.ledger import Ledger, ledger_of
-from segue.runners import CaptureReport, Progress
+from segue.runners import Progress
 
 __all__ = ["Engine", "Prompt", "RequestOutput", "TokenLogprob"]
 
@@ -54,7 +52,7 @@ class _Live:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
-class Engine:
+class Engine(Lifecycle):
     """Serves one model. Owns its memory until `close`; also a context manager.
 
     Calls may come from several threads; they take turns. `stream` may be interleaved with other calls, its request then
@@ -86,6 +84,7 @@ class Engine:
         tokenizer: Any = None,
         progress: Progress | None = None,
     ) -> None:
+        super().__init__()
         self.config = EngineConfig() if config is None else config
         check_type("config", self.config, EngineConfig)
         device = torch_device(self.config.device)
@@ -101,10 +100,7 @@ class Engine:
             longest = self.facts.max_context if self.config.max_context == "auto" else self.config.max_context
             self.fusion = fuse(loaded.model, loaded.facts, min(longest, self.facts.max_context))
         self.attention = choose_attention(self.config.attention, needs_of(loaded.facts), device)
-        self.sizes = settle_sizes(self.config, loaded.facts, device, is_gathered=self.attention.is_gathered)
-        self.cache = _make_cache(loaded, self.sizes.num_pages, device)
-        self.lane = Lane(self.device)
-        self._model: Any = loaded.model
+        self._model = loaded.model
         self._lock = threading.RLock()
         self._ids = itertools.count()
         self._live: dict[str, _Live] = {}
@@ -112,21 +108,12 @@ class Engine:
         self._num_steps = {"prefill": 0, "decode": 0}
         self._num_generated = 0
         self._is_closed = False
-        self._readings: tuple[MemoryReading, MemoryReading] | None = None
-        self.resolved, self.prefill, self.decode = self._make_runners()
-        self._pages = PagePool(self.sizes.num_pages)
-        self._scheduler = Scheduler(
-            self._pages,
-            self.sizes.max_requests,
-            self.sizes.chunk_size,
-            self.sizes.max_context,
-            max_prefill_requests=self.sizes.prefill_slots,
-            eos_token_ids=loaded.facts.eos_token_ids,
-        )
-        self.capture_reports: dict[str, CaptureReport] = {}
+        sizes = self._settle()
+        self.lane = Lane(self.device)
+        self._open(sizes)
         if self.config.graphs.capture == "startup":
             try:
-                self.capture(progress)
+                self._start(progress)
             except BaseException:
                 self.close()
                 raise
@@ -154,7 +141,7 @@ class Engine:
                 make_backend(resolved.debug or prefill.backend, self.lane),
                 self._run_model,
                 attention,
-                Limits(prefill.ladder, slots, sizes.max_context),
+                Limits(prefill.ladder, slots, sizes.max_context, sizes.chunk_size),
                 strict=strict,
             ),
             DecodeRunner(
@@ -162,7 +149,7 @@ class Engine:
                 make_backend(resolved.debug or decode.backend, self.lane),
                 self._run_model,
                 attention,
-                Limits(decode.ladder, sizes.max_requests, sizes.max_context),
+                Limits(decode.ladder, sizes.max_requests, sizes.max_context, sizes.max_requests),
                 strict=strict,
             ),
         )
@@ -170,23 +157,6 @@ class Engine:
     @property
     def runners(self) -> tuple[BatchRunner, ...]:
         return self.prefill, self.decode
-
-    def capture(self, progress: Progress | None = None) -> dict[str, CaptureReport]:
-        """Records every phase's shapes and closes the guards. Called by start-up unless ``capture="manual"``.
-
-        Raises:
-            CaptureNotAllowed: it was done before.
-            CaptureError: a shape failed, and its phase is configured to raise; the guards stay open.
-        """
-        with self._lock, torch.inference_mode():
-            self._check_open()
-            before = self.device.memory()
-            for runner in self.runners:
-                self.capture_reports[runner.phase] = runner.capture(progress=progress)
-            self._readings = before, self.device.memory()
-            for runner in self.runners:
-                runner.guard.close()
-        return self.capture_reports
 
     def _run_model(self, batch: ForwardBatch) -> StepOutput:
         output = self._model(
@@ -231,6 +201,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise SegueError("this engine is closed: make a new one")
+        if self._is_asleep:
+            raise SegueError("this engine sleeps, without cache and graphs: call wake() first")
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ValueError where there are none, or some are outside the vocabulary."""
@@ -240,6 +212,7 @@ class Engine:
         """Runs one batch; False where nothing is left to run. An exception leaves every request as it was."""
         with self._lock:
             self._check_open()
+            self._follow_weights()
             step = self._scheduler.schedule()
             if step is None:
                 return False
@@ -396,13 +369,6 @@ class Engine:
 
     # -- what it did ---------------------------------------------------------------------------------------------------
 
-    def ledger(self) -> Ledger:
-        """What every graph costs, with the balance of the last capture against the driver."""
-        with self._lock:
-            records = [record for runner in self.runners for record in runner.store.records()]
-            static: dict[str, int] = {runner.phase: runner.static_bytes for runner in self.runners}
-            return ledger_of(self.lane, records, static=static, readings=self._readings)
-
     def stats(self) -> dict[str, Any]:
         """Counts and bytes since start-up; plain values, ready for JSON."""
         with self._lock:
@@ -418,6 +384,7 @@ class Engine:
                 "cache_bytes": self.cache.nbytes,
                 "graph_pool_bytes": self.lane.reserved_bytes,
                 "memory": self.ledger().to_dict(),
+                "recaptures": self.num_recaptures,
                 "phases": {
                     runner.phase: phase_stats(runner, self.capture_reports.get(runner.phase)) for runner in self.runners
                 },
@@ -455,16 +422,3 @@ def _checked(output: StepOutput, token_ids: torch.Tensor) -> list[int]:
             "weights are damaged, or its activations overflow; try dtype=torch.float32"
         )
     return chosen
-
-
-def _make_cache(loaded: LoadedModel, num_pages: int, device: torch.device) -> PagedKVCache:
-    facts = loaded.facts
-    return PagedKVCache(
-        facts.num_layers,
-        num_pages,
-        facts.num_kv_heads,
-        facts.head_dim,
-        facts.dtype,
-        device,
-        value_head_dim=facts.value_head_dim,
-    )

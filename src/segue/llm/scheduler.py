@@ -245,6 +245,11 @@ class Scheduler:
             raise ValueError("cancel() got a step that is not in flight; pass what schedule() returned last, once")
         self._step = None
 
+    def preempt_all(self) -> None:
+        """Takes the pages of every running request back: each is waiting again, in order, and will be computed anew."""
+        for request in reversed(list(self._running)):
+            self._preempt(request)
+
     def _check_addable(self, request: Request) -> None:
         if request.id in self._requests:
             raise ValueError(f"request id {request.id!r} is in use; give each live request an id of its own")

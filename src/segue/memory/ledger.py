@@ -12,7 +12,7 @@ the allocators reserved (the pools among it), the executable graphs, and what wa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from segue.device import MemoryReading
@@ -98,6 +98,10 @@ class Ledger:
     def budget_bytes(self) -> int:
         """What a budget counts: the pools' high water, and the driver's bytes of the executable graphs."""
         return self.pool_bytes + self.driver_bytes
+
+    def with_note(self, note: str) -> Ledger:
+        """The same, with one more line below."""
+        return replace(self, notes=(*self.notes, note))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

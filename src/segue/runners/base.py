@@ -24,6 +24,7 @@ import torch
 from segue.backends import Backend, Forward
 from segue.errors import CaptureError, CaptureOutOfMemory, StrictModeError
 from segue.graph import Call, CaptureGuard, Trace, calling
+from segue.memory.shortage import shortage_text
 from segue.observe.decision import Decision, Decisions, GraphRecord, Reason
 from segue.runners.store import GraphStore
 from segue.shapes.key import Phase, ShapeKey
@@ -220,6 +221,9 @@ class Runner(ABC, Generic[B]):
     def _failed(self, key: ShapeKey, error: CaptureError, report: CaptureReport) -> None:
         """A failed shape falls back as configured: raise; skip it; run the phase eagerly; or keep to smaller shapes."""
         policy = self.settings.on_failure
+        if isinstance(error, CaptureOutOfMemory):
+            told = shortage_text(key, self.backend.name, self.lane.device.memory(), self.lane.reserved_bytes)
+            error = CaptureOutOfMemory(f"{error}; {told}", operation=error.operation, location=error.location)
         if policy == "raise":
             raise type(error)(f"{key}: {error}", operation=error.operation, location=error.location) from error
         report.failures.append((key, error))
@@ -244,6 +248,12 @@ class Runner(ABC, Generic[B]):
         if key in self.store:
             self.store.remove(key)
             self.store.note_absent(key, reason)
+
+    def close_recordings(self) -> None:
+        """Closes every recording, so that all can be captured anew. Absent shapes are forgotten with them."""
+        with self.lane.exclusive():
+            self.store.close()
+            self.store.forget_absent()
 
     def close(self) -> None:
         """Closes every recording. The lane stays open."""

@@ -46,6 +46,10 @@ class GraphStore:
         self.why[key] = reason
         self.absent.add(key)
 
+    def forget_absent(self) -> None:
+        """Nothing is known of shapes without a recording any more."""
+        self.absent, self.why = DispatchTable(), {}
+
     def records(self) -> list[GraphRecord]:
         return [graph.record for graph in self._graphs.values()]
 

@@ -44,11 +44,12 @@ CONTEXT_FACTOR = 4
 
 
 class Limits(NamedTuple):
-    """The largest batch of a phase: rungs of the ladder, request slots, and tokens of context a request."""
+    """The largest batch of a phase: rungs of the ladder, request slots, tokens of context a request, and tokens in all."""
 
     ladder: tuple[int, ...]
     max_requests: int
     max_context: int
+    max_tokens: int
 
 
 class BatchRunner(Runner[HostBatch]):
@@ -85,6 +86,11 @@ class BatchRunner(Runner[HostBatch]):
             return (None,)
         longest = self.limits.max_context
         return geometric(min(FIRST_CONTEXT_RUNG, longest), longest, CONTEXT_FACTOR)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest batch that the phase can meet, recorded or not."""
+        return self.limits.max_tokens
 
     @property
     def static_bytes(self) -> int:
@@ -126,6 +132,12 @@ class BatchRunner(Runner[HostBatch]):
         planned = batch.planned(self._attention.plan_live(batch))
         with calling(Call(batch=planned)):
             return self._model(planned)
+
+    def close(self) -> None:
+        """Closes every recording and lets go of static memory. The lane stays open; the runner is of no more use."""
+        super().close()
+        self._plans.clear()
+        self._inputs = None
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,307 @@
+"""What of an engine comes and goes: cache, runners and recordings; sizing them, giving them back, making them again.
+
+They go together, because recordings hold the cache's addresses: a cache of another size, or made again after sleep,
+means new runners and a new capture. Requests outlive all of it: they hold tokens on the host, and pages that are given
+back before the cache goes.
+
+Start-up on CUDA measures first (`llm.sizing`), sizes the cache from what it found, captures, and looks again: where the
+estimate was wrong, or the capture ran out of memory, the cache is made smaller and everything captured once more, before
+the first request.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from segue.config import ResolvedConfig
+from segue.device import Device, MemoryReading
+from segue.errors import CaptureOutOfMemory, SegueError
+from segue.llm import sizing
+from segue.llm.attention import AttentionChoice
+from segue.llm.config import EngineConfig, Sizes, bytes_per_page, reachable_sizes, settle_sizes, used_fraction
+from segue.llm.facts import ModelFacts
+from segue.llm.kv_cache import PagedKVCache
+from segue.llm.pages import PagePool
+from segue.llm.runners import BatchRunner, DecodeRunner, PrefillRunner
+from segue.llm.scheduler import Scheduler
+from segue.llm.weights import WeightAddresses, write_weights
+from segue.memory.estimate import Estimate
+from segue.memory.lane import Lane
+from segue.memory.ledger import Ledger, ledger_of
+from segue.observe.decision import Decisions
+from segue.runners import CaptureReport, Progress
+
+
+class Lifecycle(ABC):
+    """The part of `Engine` that owns device memory besides the weights. The engine's lock guards all of it."""
+
+    config: EngineConfig
+    device: Device
+    facts: ModelFacts
+    attention: AttentionChoice
+    cache: PagedKVCache
+    lane: Lane
+    sizes: Sizes
+    resolved: ResolvedConfig
+    prefill: PrefillRunner
+    decode: DecodeRunner
+    _model: Any
+    _scheduler: Scheduler
+    _pages: PagePool
+    _lock: threading.RLock
+
+    def __init__(self) -> None:
+        self.estimate: Estimate | None = None
+        """what start-up measured before it sized the cache; None where the size was given, and on cpu"""
+        self.capture_reports: dict[str, CaptureReport] = {}
+        self.num_recaptures = 0
+        """captures after start-up: after a wake, a resize, or weights that moved"""
+        self._is_asleep = False
+        self._decisions: dict[str, Decisions] = {}
+        """counted over all runners that a phase has had"""
+        self._readings: tuple[MemoryReading, MemoryReading] | None = None
+        self._weights: WeightAddresses | None = None
+
+    @property
+    @abstractmethod
+    def runners(self) -> tuple[BatchRunner, ...]: ...
+
+    @abstractmethod
+    def _make_runners(self) -> tuple[ResolvedConfig, PrefillRunner, DecodeRunner]:
+        """For the cache, the lane and the sizes as they are now."""
+
+    @abstractmethod
+    def _check_open(self) -> None: ...
+
+    # -- start-up ------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> Sizes:
+        """The sizes to start with; measured on CUDA, unless the pages are given."""
+        device, is_gathered = self.device.device, self.attention.is_gathered
+        self.sizes = settle_sizes(self.config, self.facts, device, is_gathered=is_gathered)
+        if sizing.is_measured(self.config, device):
+            self.estimate = self.measure()
+            reserve = self.estimate.total_bytes
+            self.sizes = settle_sizes(self.config, self.facts, device, is_gathered=is_gathered, reserve_bytes=reserve)
+        return self.sizes
+
+    def measure(self) -> Estimate:
+        """Makes a few recordings of each phase over a small cache, in a lane of their own, and throws them away again.
+        Nothing of the engine changes."""
+        with self._lock:
+            return self._measure()
+
+    def _measure(self) -> Estimate:
+        kept: dict[str, Any] = {name: vars(self)[name] for name in ("cache", "lane") if name in vars(self)}
+        self.lane = Lane(self.device)
+        self.cache = make_cache(self.facts, sizing.FEW_PAGES, self.device.device)
+        runners: tuple[BatchRunner, ...] = ()
+        try:
+            runners = self._make_runners()[1:]
+            return sizing.measure(runners, self.sizes, self.facts.vocab_size, self.lane)
+        finally:
+            for runner in runners:
+                runner.close()
+            self.lane.close()
+            self.cache.close()
+            vars(self).update(kept)
+            self.device.flush()
+
+    def _open(self, sizes: Sizes) -> None:
+        """Cache, runners, pages and scheduler of these sizes; nothing is recorded yet."""
+        self.sizes = sizes
+        self._open_cache()
+        self._pages = PagePool(sizes.num_pages)
+        self._scheduler = Scheduler(
+            self._pages,
+            sizes.max_requests,
+            sizes.chunk_size,
+            sizes.max_context,
+            max_prefill_requests=sizes.prefill_slots,
+            eos_token_ids=self.facts.eos_token_ids,
+        )
+
+    def _open_cache(self) -> None:
+        self.cache = make_cache(self.facts, self.sizes.num_pages, self.device.device)
+        self.resolved, self.prefill, self.decode = self._make_runners()
+        for runner in self.runners:
+            runner.decisions = self._decisions.setdefault(runner.phase, runner.decisions)
+
+    def _start(self, progress: Progress | None) -> None:
+        """Captures; where memory turns out short, with a smaller cache."""
+        if self.estimate is None:
+            self.capture(progress)
+            return
+        for attempt in range(1, sizing.MAX_ATTEMPTS + 1):
+            missing = 0
+            try:
+                self.capture(progress)
+            except CaptureOutOfMemory:
+                if attempt == sizing.MAX_ATTEMPTS:
+                    raise
+            else:
+                self.device.flush()
+                missing = sizing.missing_bytes(self.device.memory(), used_fraction(self.config), self.estimate)
+                if not missing or attempt == sizing.MAX_ATTEMPTS:
+                    return
+            self._resize(sizing.fewer_pages(self.sizes.num_pages, missing, bytes_per_page(self.facts)))
+
+    def capture(self, progress: Progress | None = None) -> dict[str, CaptureReport]:
+        """Records every phase's shapes and closes the guards. Called by start-up unless ``capture="manual"``.
+
+        Raises:
+            CaptureNotAllowed: it was done before.
+            CaptureError: a shape failed, and its phase is configured to raise; the guards stay open.
+        """
+        with self._lock, torch.inference_mode():
+            self._check_open()
+            before = self.device.memory()
+            for runner in self.runners:
+                self.capture_reports[runner.phase] = runner.capture(progress=progress)
+            self._readings = before, self.device.memory()
+            for runner in self.runners:
+                runner.guard.close()
+            self._weights = WeightAddresses(self._model)
+        return self.capture_reports
+
+    # -- later ---------------------------------------------------------------------------------------------------------
+
+    def resize_cache(self, num_pages: int, progress: Progress | None = None) -> None:
+        """Gives the cache another number of pages (two of them reserved), and captures again. Where that fails the engine
+        sleeps, with the size it had.
+
+        Raises:
+            SegueError: requests are in flight.
+            ValueError: so few pages cannot be.
+        """
+        with self._lock:
+            self._check_open()
+            if self._scheduler.has_work:
+                raise SegueError(self._in_flight("the cache cannot be resized"))
+            PagePool(num_pages)  # refuses what cannot be, before anything is given up
+            sizes = self.sizes
+            try:
+                self._resize(num_pages)
+                self._recapture(progress)
+            except BaseException:
+                self.sizes = sizes
+                self._fall_asleep()
+                raise
+
+    def sleep(self, *, preempt: bool = False) -> int:
+        """Gives the memory of graphs and cache back to the device and returns how many bytes; weights stay. Until `wake`,
+        the engine refuses prompts and steps.
+
+        With `preempt`, requests in flight keep their tokens, lose their place in the cache, and are computed again after
+        `wake`, to the same text.
+
+        Raises:
+            SegueError: requests are in flight, and `preempt` was not asked for.
+        """
+        with self._lock:
+            if self._is_asleep:
+                return 0
+            self._check_open()
+            if self._scheduler.has_work and not preempt:
+                raise SegueError(self._in_flight("the engine cannot sleep") + ", or sleep(preempt=True)")
+            self._scheduler.preempt_all()
+            self.device.flush()
+            before = self._held_bytes()
+            self._fall_asleep()
+            return before - self._held_bytes()
+
+    def wake(self, progress: Progress | None = None) -> None:
+        """Makes cache and graphs again. Where that fails the engine sleeps on, and `wake` can be tried again.
+
+        Raises:
+            CaptureError: a shape could not be recorded, and its phase is configured to raise.
+        """
+        with self._lock:
+            if not self._is_asleep:
+                return
+            self._is_asleep = False
+            try:
+                self._open_cache()
+                self._recapture(progress)
+            except BaseException:
+                self._fall_asleep()
+                raise
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Writes new values into parameters and buffers, by the names of the model's `state_dict`, some or all of them.
+        Every graph stays. What requests in flight have cached comes from the old weights.
+
+        Raises:
+            ValueError: a name is unknown or a shape is another; nothing was changed.
+        """
+        with self._lock, self.lane.exclusive():
+            write_weights(self._model, weights)
+
+    def _follow_weights(self) -> None:
+        """Captures again where a parameter or a buffer was bound anew since the last capture."""
+        if self._weights is None or self._weights.hold():
+            return
+        for runner in self.runners:
+            runner.close_recordings()
+            runner.guard.reopen()
+        self._recapture(None)
+
+    def ledger(self) -> Ledger:
+        """What every graph costs, with the balance of the last capture against the driver, and the estimates beside it."""
+        with self._lock:
+            records = [record for runner in self.runners for record in runner.store.records()]
+            static: dict[str, int] = {runner.phase: runner.static_bytes for runner in self.runners}
+            found = ledger_of(self.lane, records, static=static, readings=self._readings)
+            return found if self.estimate is None else found.with_note(self.estimate.compared(found))
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _resize(self, num_pages: int) -> None:
+        self._release()
+        sizes = self.sizes
+        is_cpu = self.device.kind == "cpu"
+        self._open(reachable_sizes(sizes.chunk_size, sizes.max_requests, sizes.max_context, num_pages, is_cpu=is_cpu))
+
+    def _recapture(self, progress: Progress | None) -> None:
+        if self.capture_reports:  # by hand, it may never have been captured
+            self.num_recaptures += 1
+            self.capture(progress)
+
+    def _fall_asleep(self) -> None:
+        self._release()
+        self._is_asleep = True
+
+    def _release(self) -> None:
+        """Recordings first, then the pool they lie in, then the cache they read."""
+        self._weights = None
+        for runner in self.runners:
+            runner.close()
+        with self.lane.exclusive():
+            self.lane.release()
+        self.cache.close()
+        self.device.flush()
+
+    def _held_bytes(self) -> int:
+        return self.device.memory().driver_used + (self.cache.nbytes if self.device.kind == "cpu" else 0)
+
+    def _in_flight(self, what: str) -> str:
+        waiting, running = self._scheduler.num_waiting, self._scheduler.num_running
+        return f"{what}: {running} requests are running and {waiting} waiting; finish or abort them first"
+
+
+def make_cache(facts: ModelFacts, num_pages: int, device: torch.device) -> PagedKVCache:
+    """The cache of a model."""
+    return PagedKVCache(
+        facts.num_layers,
+        num_pages,
+        facts.num_kv_heads,
+        facts.head_dim,
+        facts.dtype,
+        device,
+        value_head_dim=facts.value_head_dim,
+    )
