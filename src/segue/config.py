@@ -25,6 +25,7 @@ from segue.shapes import ladder as ladders
 from segue.shapes.key import Phase
 
 OnFailure = Literal["raise", "skip", "eager", "shrink"]
+OnBudget = Literal["eager", "rebuild"]
 Capture = Literal["startup", "lazy", "background", "manual"]
 Debug = Literal["forward", "ops"]
 Axis = Literal["tokens", "requests"]
@@ -88,7 +89,8 @@ class GraphConfig:
 
     `capture` says when shapes are recorded. `strict` raises where a call would run eagerly or a setting would be
     downgraded. `debug` runs the whole forward ("forward"), or every operation ("ops"), as eager breaks on the replay
-    path. `memory_budget` bounds what graphs may cost: bytes, or text such as "2GiB".
+    path. `memory_budget` bounds what graphs may cost: bytes, or text such as "2GiB". Shapes beyond it run eagerly;
+    `on_budget` "rebuild" makes the lane anew without those that grew its pool too far, so that smaller ones fit.
     """
 
     prefill: PhaseConfig | str = field(default_factory=PhaseConfig)
@@ -103,6 +105,7 @@ class GraphConfig:
     strict: bool = False
     debug: Debug | None = None
     memory_budget: int | str | None = None
+    on_budget: OnBudget = "eager"
 
     def __post_init__(self) -> None:
         for phase in PHASES:
@@ -110,6 +113,7 @@ class GraphConfig:
         _check_choice("capture", self.capture, get_args(Capture))
         _check_choice("strict", self.strict, (False, True))
         _check_choice("debug", self.debug, (None, *get_args(Debug)))
+        _check_choice("on_budget", self.on_budget, get_args(OnBudget))
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, "memory_budget")
 
@@ -190,6 +194,7 @@ class ResolvedConfig:
     strict: bool = False
     debug: Debug | None = None
     memory_budget_bytes: int | None = None
+    on_budget: OnBudget = "eager"
 
     def phase(self, phase: Phase) -> ResolvedPhase:
         """What one phase does. Raises `ConfigError` for a phase that was not resolved."""
@@ -244,6 +249,7 @@ def resolve(
         strict=config.strict,
         debug=config.debug,
         memory_budget_bytes=None if budget is None else parse_bytes(budget, "memory_budget"),
+        on_budget=config.on_budget,
     )
 
 

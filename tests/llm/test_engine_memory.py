@@ -11,6 +11,7 @@ import torch
 from segue import GraphConfig
 from segue.errors import ConfigError, SegueError
 from segue.llm import Engine, EngineConfig, SamplingParams
+from segue.llm.runners import BatchRunner
 
 pytest.importorskip("transformers")
 from llm_support import prompt_of, tiny_model
@@ -224,3 +225,41 @@ def test_a_memory_fraction_that_cannot_be_is_refused(message: str) -> None:
 def test_a_memory_fraction_on_cpu_is_refused_in_one_line(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"memory_fraction is 0\.5; it bounds the memory of a CUDA device"):
         Engine(model, EngineConfig(device="cpu", memory_fraction=0.5))
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+
+
+def shapes(runner: BatchRunner) -> list[tuple[int, int | None]]:
+    return sorted((key.tokens, key.context) for key in runner.store)
+
+
+def test_what_a_budget_does_not_hold_runs_eagerly_to_the_same_text() -> None:
+    """Decode reads up to 1,024 tokens of context for each request, so its largest shapes make the pool grow most."""
+    model = tiny_model(max_position_embeddings=2048, num_key_value_heads=4, head_dim=32, num_attention_heads=4)
+    sizes = {"max_context": 1024, "num_pages": 200, "max_requests": 8}
+    with engine_of(model, **sizes) as engine:
+        expected = tokens(engine)
+        whole = engine.ledger().budget_bytes
+        everything = set(shapes(engine.decode))
+    for on_budget in ("eager", "rebuild"):
+        graphs = GraphConfig(decode="full", memory_budget=whole - 1, on_budget=on_budget)  # type: ignore[arg-type]
+        with engine_of(model, graphs=graphs, **sizes) as engine:
+            assert tokens(engine) == expected
+            memory, stats = engine.ledger(), engine.stats()["phases"]
+            assert set(stats["decode"]["eager"]) <= {"over_budget"} and stats["prefill"]["eager"] == {}
+            if on_budget == "rebuild":
+                kept = shapes(engine.decode)
+                assert set(kept) < everything and memory.budget_bytes < whole and memory.unowned_bytes == 0
+                engine.sleep()
+                engine.wake()
+                assert shapes(engine.decode) == kept and tokens(engine) == expected
+
+
+def test_a_budget_of_nothing_is_an_engine_without_graphs(model: Any) -> None:
+    graphs = GraphConfig(memory_budget=1, on_budget="rebuild")
+    with engine_of(model, graphs=graphs) as engine, engine_of(model) as other:
+        assert tokens(engine) == tokens(other)
+        assert engine.ledger().budget_bytes == 0
+        for phase in engine.stats()["phases"].values():
+            assert phase["replays"] == 0 and set(phase["eager"]) == {"over_budget"}

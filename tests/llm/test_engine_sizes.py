@@ -118,7 +118,6 @@ def test_a_chunk_of_any_size_starts(model: Any) -> None:
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "memory_budget": {"graphs": GraphConfig(memory_budget="1GiB")},
     "capture": {"graphs": GraphConfig(capture="lazy")},
     "graphs is 'full'": {"graphs": "full"},
     "graphs is None": {"graphs": None},

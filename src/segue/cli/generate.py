@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-fraction", type=float, metavar="F", help="of a GPU's memory, what may be in use; sizes the KV cache (0.9)"
     )
+    parser.add_argument("--memory-budget", metavar="SIZE", help="what graphs may cost, such as 2GiB; the rest runs eagerly")
     parser.add_argument("--stats", action="store_true", help="print the table of graphs at the end")
 
 
@@ -123,7 +124,9 @@ def _engine_config(options: argparse.Namespace, kind: type) -> Any:
     from segue.config import GraphConfig
 
     sizes = {name: getattr(options, name) for name in ("max_context", "chunk_size", "max_requests", "memory_fraction")}
-    graphs = GraphConfig(decode=options.decode, prefill=options.prefill, debug=options.debug_graphs)
+    graphs = GraphConfig(
+        decode=options.decode, prefill=options.prefill, debug=options.debug_graphs, memory_budget=options.memory_budget
+    )
     given = {name: size for name, size in sizes.items() if size is not None}
     return kind(device=options.device, attention=options.attention, graphs=graphs, **given)
 

@@ -63,11 +63,6 @@ class EngineConfig:
             raise ConfigError(
                 f"graphs.capture is {self.graphs.capture!r}; the engine captures at 'startup', or when told to ('manual')"
             )
-        if self.graphs.memory_budget is not None:
-            raise ConfigError(
-                f"graphs.memory_budget is {self.graphs.memory_budget!r}; the engine captures a fixed set of shapes and "
-                "keeps to no budget: leave it at None, and bound the shapes with ladder and max_size of a PhaseConfig"
-            )
 
     def _check_memory_fraction(self) -> None:
         fraction = self.memory_fraction

@@ -30,11 +30,12 @@ from segue.llm.pages import PagePool
 from segue.llm.runners import BatchRunner, DecodeRunner, PrefillRunner
 from segue.llm.scheduler import Scheduler
 from segue.llm.weights import WeightAddresses, write_weights
+from segue.memory.budget import Budget
 from segue.memory.estimate import Estimate
 from segue.memory.lane import Lane
 from segue.memory.ledger import Ledger, ledger_of
 from segue.observe.decision import Decisions
-from segue.runners import CaptureReport, Progress
+from segue.runners import CaptureReport, Progress, capture_all
 
 
 class Lifecycle(ABC):
@@ -65,6 +66,7 @@ class Lifecycle(ABC):
         self._decisions: dict[str, Decisions] = {}
         """counted over all runners that a phase has had"""
         self._readings: tuple[MemoryReading, MemoryReading] | None = None
+        self._budget: Budget | None = None
         self._weights: WeightAddresses | None = None
 
     @property
@@ -131,6 +133,13 @@ class Lifecycle(ABC):
         self.resolved, self.prefill, self.decode = self._make_runners()
         for runner in self.runners:
             runner.decisions = self._decisions.setdefault(runner.phase, runner.decisions)
+        limit = self.resolved.memory_budget_bytes
+        self._budget = None
+        if limit is not None:
+            self._budget = Budget(self.lane, limit, may_rebuild=self.resolved.on_budget == "rebuild")
+            for runner in self.runners:
+                runner.budget = self._budget
+                self._budget.count(runner.store.records)
 
     def _start(self, progress: Progress | None) -> None:
         """Captures; where memory turns out short, with a smaller cache."""
@@ -161,8 +170,7 @@ class Lifecycle(ABC):
         with self._lock, torch.inference_mode():
             self._check_open()
             before = self.device.memory()
-            for runner in self.runners:
-                self.capture_reports[runner.phase] = runner.capture(progress=progress)
+            self.capture_reports |= capture_all(self.runners, self._budget, progress)
             self._readings = before, self.device.memory()
             for runner in self.runners:
                 runner.guard.close()
@@ -249,6 +257,8 @@ class Lifecycle(ABC):
         for runner in self.runners:
             runner.close_recordings()
             runner.guard.reopen()
+        with self.lane.exclusive():
+            self.lane.release()
         self._recapture(None)
 
     def ledger(self) -> Ledger:

@@ -24,6 +24,7 @@ import torch
 from segue.backends import Backend, Forward
 from segue.errors import CaptureError, CaptureOutOfMemory, StrictModeError
 from segue.graph import Call, CaptureGuard, Trace, calling
+from segue.memory.budget import Budget
 from segue.memory.shortage import shortage_text
 from segue.observe.decision import Decision, Decisions, GraphRecord, Reason
 from segue.runners.store import GraphStore
@@ -86,6 +87,8 @@ class Runner(ABC, Generic[B]):
         self.store = GraphStore()
         self.guard = CaptureGuard()
         self.decisions = Decisions()
+        self.budget: Budget | None = None
+        """bounds what a capture keeps, where one is set; it must count this runner's records"""
 
     # -- what is particular to a phase ---------------------------------------------------------------------------------
 
@@ -179,6 +182,8 @@ class Runner(ABC, Generic[B]):
             with self.lane.exclusive(), self.lane.capture_pass():
                 largest: Trace | None = None
                 for key in wanted:
+                    if self._is_budget_spent(key):
+                        continue
                     before = self.lane.device.memory()
                     trace = None if self._is_ruled_out(key, report) else self._warm(key, largest, tell, report)
                     if trace is not None:
@@ -216,7 +221,19 @@ class Runner(ABC, Generic[B]):
             return
         graph.record.peak_bytes, graph.record.loaded_bytes = peak.nbytes, max(loaded_bytes, 0)
         self.store.add(graph)
+        if self.budget is not None and self.budget.is_exceeded:
+            self.drop(key, Reason.OVER_BUDGET)
+            self.budget.refuse(graph.record)
+            return
         report.records.append(graph.record)
+
+    def _is_budget_spent(self, key: ShapeKey) -> bool:
+        """Whether nothing fits now. Where the lane may be made anew a shape is recorded all the same, for its size."""
+        budget = self.budget
+        if budget is None or budget.may_rebuild or not budget.is_exceeded:
+            return False
+        self.store.note_absent(key, Reason.OVER_BUDGET)
+        return True
 
     def _failed(self, key: ShapeKey, error: CaptureError, report: CaptureReport) -> None:
         """A failed shape falls back as configured: raise; skip it; run the phase eagerly; or keep to smaller shapes."""
@@ -248,6 +265,16 @@ class Runner(ABC, Generic[B]):
         if key in self.store:
             self.store.remove(key)
             self.store.note_absent(key, reason)
+
+    def evict(self, key: ShapeKey) -> int:
+        """Closes one recording, whose calls then run eagerly, and returns the bytes that this gives back. Pool memory is
+        shared, and stays."""
+        with self.lane.exclusive():
+            if key not in self.store:
+                return 0
+            freed = self.store.get(key).record.freed_if_evicted
+            self.drop(key, Reason.EVICTED)
+            return freed
 
     def close_recordings(self) -> None:
         """Closes every recording, so that all can be captured anew. Absent shapes are forgotten with them."""
