@@ -14,13 +14,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from segue.cli import doctor, generate
+from segue.cli import bench, doctor, generate
 from segue.cli.output import note
 from segue.cli.usage import UsageError, name_options
 
-_COMMANDS = (generate, doctor)
+_COMMANDS = (generate, bench, doctor)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,15 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> _Parser:
     parser = _Parser(prog="segue", description="PyTorch inference without launch overhead.")
     parser.add_argument("--version", action="version", version=f"segue {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _COMMANDS:
+    _add_commands(parser, _COMMANDS)
+    return parser
+
+
+def _add_commands(parser: argparse.ArgumentParser, modules: Sequence[Any]) -> None:
+    """A subcommand for each module; one that lists `COMMANDS` of its own has these below it."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in modules:
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        if "COMMANDS" in vars(module):
+            _add_commands(command, module.COMMANDS)
+            continue
         module.add_arguments(command)
         command.add_argument("--json", metavar="FILE", help="write the result to FILE as JSON")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(run=module.run)
-    return parser
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

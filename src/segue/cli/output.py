@@ -22,7 +22,7 @@ def note(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def check_writable(file: str | None) -> None:
+def check_writable(file: str | None, option: str = "--json") -> None:
     """Refuses a result file that could not be written, before any work is done.
 
     Raises:
@@ -32,15 +32,15 @@ def check_writable(file: str | None) -> None:
         return
     path = Path(file)
     if path.is_dir():
-        raise UsageError(f"--json {file} is a folder: name a file")
+        raise UsageError(f"{option} {file} is a folder: name a file")
     if path.is_symlink() and not path.exists():
-        raise UsageError(f"--json {file} is a link to nothing: remove it, or name another file")
+        raise UsageError(f"{option} {file} is a link to nothing: remove it, or name another file")
     if path.exists() and not os.access(path, os.W_OK):
-        raise UsageError(f"--json {file} is read-only: name another file")
+        raise UsageError(f"{option} {file} is read-only: name another file")
     if _is_special(path):
         return
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"--json {file}: the folder {path.parent} does not exist or cannot be written")
+        raise UsageError(f"{option} {file}: the folder {path.parent} does not exist or cannot be written")
 
 
 def write_json(file: str | None, value: Any) -> None:

@@ -70,6 +70,11 @@ class Lifecycle(ABC):
         self._weights: WeightAddresses | None = None
 
     @property
+    def model(self) -> Any:
+        """The model that runs, as transformers knows it."""
+        return self._model
+
+    @property
     @abstractmethod
     def runners(self) -> tuple[BatchRunner, ...]: ...
 

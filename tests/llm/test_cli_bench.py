@@ -1,0 +1,113 @@
+"""`segue bench`: runs on cpu in seconds, its figures add up, and mistakes are one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segue.cli import main
+from segue.cli.bench.memory import default_ceilings, doubling
+from segue.llm.random_model import SHAPES, ModelShape, random_model
+
+pytest.importorskip("transformers")
+
+
+def bench(*arguments: str) -> int:
+    try:
+        return main(["bench", *arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_memory_by_ceiling_and_by_rung_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "memory.json"
+    assert bench("memory", "--shape", "tiny", "--device", "cpu", "--chunk-size", "32", "--json", str(file)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed)) <= 120 and "by capture ceiling" in printed[0]
+    result = json.loads(file.read_text())
+    assert [r["ceiling"] for r in result["prefill"]] == [0, 4, 16, 32, 64]
+    assert [r["ceiling"] for r in result["decode"]] == [0, 1, 2, 4]
+    for reading in (*result["prefill"], *result["decode"]):
+        assert reading["total"] == reading["resident"] + reading["pool"] + reading["driver"] + reading["peak"]
+        assert (reading["graphs"] > 0) == (reading["ceiling"] > 0) == (reading["pool"] > 0) and reading["driver"] == 0
+    peaks = {r["ceiling"]: r["peak"] for r in result["prefill"]}
+    assert peaks[0] == pytest.approx(peaks[4], rel=0.05) == pytest.approx(peaks[16], rel=0.05)
+    assert max(peaks[32], peaks[64]) < 0.75 * peaks[0], "from the chunk size on, the prefill runs in the pool"
+
+
+def test_ceilings_reach_from_small_ones_over_the_chunk_to_one_beyond() -> None:
+    assert default_ceilings(2048) == (64, 256, 1024, 2048, 4096)
+    assert default_ceilings(8192) == (64, 256, 1024, 4096, 8192, 16384)
+    assert default_ceilings(1) == (1, 2) and default_ceilings(64) == (8, 32, 64, 128)
+    assert doubling(1) == (1,) and doubling(6) == (1, 2, 4, 6) and doubling(8) == (1, 2, 4, 8)
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], int]] = {
+    "the following arguments are required: COMMAND": ((), 2),
+    "--ceilings is '3,x'": (("memory", "--ceilings", "3,x"), 2),
+    "shape is 'huge'; choose one of tiny": (("memory", "--shape", "huge"), 2),
+    "at least 1": (("memory", "--chunk-size", "0"), 2),
+    "holds 4096 tokens": (("memory", "--chunk-size", "4096"), 2),
+}
+
+
+@pytest.mark.parametrize("message", list(MISTAKES))
+def test_a_mistake_is_one_line(message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, status = MISTAKES[message]
+    assert bench(*arguments, *(("--device", "cpu") if arguments else ())) == status
+    captured = capsys.readouterr()
+    assert message in captured.err.splitlines()[-1] and "Traceback" not in captured.err
+
+
+def test_a_figure_needs_matplotlib_or_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "memory.png"
+    status = bench("memory", "--device", "cpu", "--chunk-size", "16", "--max-requests", "1", "--png", str(file))
+    if importlib.util.find_spec("matplotlib") is None:
+        assert status == 1 and "--png needs matplotlib" in capsys.readouterr().err and not file.exists()
+    else:
+        assert status == 0 and file.read_bytes().startswith(b"\x89PNG")
+
+
+# -- random models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_every_shape_is_one_that_transformers_builds(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from segue.llm.random_model import _named_config
+
+    config = _named_config(SHAPES[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = {"smollm2": 0.135, "llama-3-8b": 8.03, "qwen3-8b": 8.19, "qwen3-30b-a3b": 30.5}
+    if name in sizes:
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(sizes[name], rel=0.01)
+
+
+def test_a_random_model_is_the_same_each_time_and_draws_nothing_of_the_caller_s() -> None:
+    state = torch.get_rng_state()
+    one, other = random_model("tiny", "cpu"), random_model("tiny", "cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs) and one.dtype is torch.float32
+
+
+def test_layers_that_share_weights_are_layers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from segue.llm import Engine, EngineConfig, SamplingParams
+
+    small: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 5, "n_routed_experts": 4, "vocab_size": 128}
+    small |= {"moe_intermediate_size": 32, "intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
+    shape = ModelShape("Glm4Moe", SHAPES["moe-78-layers"].config | small, shares_layers=True)
+    monkeypatch.setitem(SHAPES, "small", shape)
+    model = random_model("small", "cpu")
+    assert len({id(layer.self_attn.q_proj.weight) for layer in model.model.layers}) == 1
+    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cpu"}
+    with Engine(model, EngineConfig(device="cpu", chunk_size=16, max_requests=1, max_context=32, num_pages=8)) as engine:
+        assert engine.facts.num_layers == 5
+        assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))[0].token_ids) == 4
