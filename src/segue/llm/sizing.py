@@ -30,7 +30,8 @@ MAX_ATTEMPTS = 3
 _LOGIT_COPIES = 4
 """float32 rows of logits a request that sampling holds at once"""
 _MISSED_SHARE = 0.25
-"""of the memory that the fraction leaves free: an estimate that missed by less is not worth a second capture"""
+_MISSED_OF_TOTAL = 0.01
+"""of the memory that the fraction leaves free, and of all: an estimate that missed by less is not worth a second capture"""
 
 
 def is_measured(config: EngineConfig, device: torch.device) -> bool:
@@ -68,8 +69,8 @@ def missing_bytes(reading: MemoryReading, fraction: float, estimate: Estimate) -
     """What is in use beyond the fraction, after the capture and with the eager peak still to come; 0 where the estimates
     held, or missed by little. Read it after a flush, when nothing is cached."""
     over = reading.driver_used + estimate.eager_peak_bytes - int(fraction * reading.driver_total)
-    left_free = (1 - fraction) * reading.driver_total
-    return over if over > left_free * _MISSED_SHARE else 0
+    bearable = min(_MISSED_SHARE * (1 - fraction), _MISSED_OF_TOTAL) * reading.driver_total
+    return over if over > bearable else 0
 
 
 def fewer_pages(pages: int, missing: int, page_bytes: int) -> int:

@@ -1,0 +1,131 @@
+"""On a GPU: the cache is sized from measurements, the ledger meets the driver, and memory that was lent comes back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from segue import GraphConfig
+from segue.errors import ConfigError
+from segue.llm import Engine, EngineConfig, SamplingParams
+from segue.llm.random_model import random_model
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPTS = [[5, 6, 7], list(range(100, 400)), [9] * 40]
+SIZES: dict[str, Any] = {"max_requests": 16, "max_context": 1024, "chunk_size": 512}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    pytest.importorskip("transformers")
+    made = random_model("smollm2", "cuda")
+    yield made
+    made.to("meta")
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def engine_of(model: Any, progress: Any = None, **changes: Any) -> Engine:
+    graphs = changes.pop("graphs", GraphConfig(decode="full", prefill="breakable"))
+    return Engine(model, EngineConfig(device="cuda", graphs=graphs, **(SIZES | changes)), progress=progress)
+
+
+def tokens(engine: Engine) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+def fraction_for(nbytes: int) -> float:
+    """The memory fraction that leaves an engine some `nbytes` beyond what is in use now."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free + nbytes) / total
+
+
+def test_the_cache_gets_what_weights_graphs_and_the_eager_peak_leave(model: Any) -> None:
+    fraction = fraction_for(5 << 30)
+    with engine_of(model, memory_fraction=fraction, max_requests=32, max_context=8192) as engine:
+        assert engine.estimate is not None and engine.estimate.graph_bytes > 0 and engine.estimate.eager_peak_bytes > MIB
+        engine.device.flush()
+        reading = engine.device.memory()
+        over = reading.driver_used + engine.estimate.eager_peak_bytes - fraction * reading.driver_total
+        assert over <= 0.01 * reading.driver_total
+        assert engine.sizes.num_pages > 3 and tokens(engine) == tokens(engine)
+
+
+def test_the_ledger_reconciles_with_the_driver_and_the_estimate_is_near(model: Any) -> None:
+    with engine_of(model) as engine:
+        ledger, estimate = engine.ledger(), engine.estimate
+        assert ledger.balance is not None and estimate is not None
+        assert abs(ledger.balance.unexplained) <= max(16 * MIB, ledger.balance.driver // 50), str(ledger)
+        assert abs(estimate.graph_bytes - ledger.budget_bytes) <= max(0.1 * ledger.budget_bytes, 16 * MIB), str(ledger)
+        assert max(map(len, str(ledger).splitlines())) <= 120
+
+
+def test_a_measurement_leaves_no_trace(model: Any) -> None:
+    with engine_of(model, num_pages=200) as engine:
+        expected = tokens(engine)
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        engine.device.flush()
+        before, memory = engine.stats(), engine.device.memory()
+        engine.measure()
+        assert engine.stats() == before and torch.equal(torch.cuda.get_rng_state(), state)
+        after = engine.device.memory()
+        assert after.allocated - memory.allocated <= 64 * MIB, "workspaces of libraries may stay"
+        assert engine.lane.reserved_bytes == before["graph_pool_bytes"] and tokens(engine) == expected
+
+
+def test_memory_that_went_away_after_the_estimate_makes_the_cache_smaller(model: Any) -> None:
+    hogs: list[torch.Tensor] = []
+    fraction = fraction_for(5 << 30)
+
+    def take(key: Any, what: str) -> None:
+        if not hogs:  # as another process would, between the estimate and the capture
+            total = torch.cuda.mem_get_info()[1]
+            hogs.append(torch.empty(total // 100 + (512 << 20), dtype=torch.uint8, device="cuda"))
+
+    sizes = {"max_requests": 32, "max_context": 8192, "memory_fraction": fraction}
+    with engine_of(model, **sizes) as engine:
+        pages, expected = engine.sizes.num_pages, tokens(engine)
+    with engine_of(model, take, **sizes) as engine:
+        assert engine.sizes.num_pages < pages and tokens(engine) == expected
+
+
+def test_a_fraction_that_holds_nothing_is_refused_in_one_line(model: Any) -> None:
+    with pytest.raises(ConfigError, match="are left for it"):
+        engine_of(model, memory_fraction=fraction_for(16 * MIB))
+
+
+def test_sleep_gives_memory_back_and_wake_restores_the_text(model: Any) -> None:
+    with engine_of(model, num_pages=20_000) as engine:
+        before = tokens(engine)
+        cache, graphs = engine.cache.nbytes, engine.ledger().pool_bytes
+        assert engine.sleep() >= cache + graphs - 4 * MIB
+        engine.wake()
+        assert tokens(engine) == before
+        for _ in range(3):
+            engine.sleep()
+            asleep = engine.device.memory()
+            engine.wake()
+        engine.sleep()
+        assert abs(engine.device.memory().driver_used - asleep.driver_used) <= 16 * MIB, "nothing creeps upwards"
+
+
+def test_text_is_the_same_within_a_budget(model: Any) -> None:
+    with engine_of(model, num_pages=500) as engine:
+        expected, whole = tokens(engine), engine.ledger().budget_bytes
+    for on_budget in ("eager", "rebuild"):
+        graphs = GraphConfig(decode="full", prefill="breakable", memory_budget=whole // 2, on_budget=on_budget)  # type: ignore[arg-type]
+        with engine_of(model, num_pages=500, graphs=graphs) as engine:
+            got = tokens(engine)
+            assert [ids[0] for ids in got] == [ids[0] for ids in expected]
+            if on_budget == "rebuild":
+                assert engine.ledger().budget_bytes <= whole // 2
