@@ -126,14 +126,15 @@ def test_a_cache_of_another_size_gives_the_same_text(model: Any) -> None:
         assert tokens(engine) == before
 
 
-def test_weights_written_in_place_keep_every_graph() -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_weights_written_in_place_keep_every_graph(fuse: bool) -> None:
     ours, theirs = tiny_model(), tiny_model("Llama")
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.mul_(0.7)
-    with engine_of(theirs) as engine:
+    with engine_of(theirs, fuse=fuse) as engine:
         expected = tokens(engine)
-    with engine_of(ours) as engine:
+    with engine_of(ours, fuse=fuse) as engine:
         assert tokens(engine) != expected
         captured = [id(graph) for graph in engine.prefill.store.records()]
         engine.update_weights(theirs.state_dict())
@@ -147,15 +148,16 @@ def test_weights_written_in_place_keep_every_graph() -> None:
         assert tokens(engine) == expected
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("way", ["data", "parameter", "assign", "to"])
-def test_weights_that_were_bound_anew_are_captured_again(way: str) -> None:
+def test_weights_that_were_bound_anew_are_captured_again(way: str, fuse: bool) -> None:
     ours, theirs = tiny_model(), tiny_model()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.mul_(0.7)
-    with engine_of(theirs) as engine:
+    with engine_of(theirs, fuse=fuse) as engine:
         expected = tokens(engine)
-    with engine_of(ours) as engine:
+    with engine_of(ours, fuse=fuse) as engine:
         tokens(engine)
         if way == "data":
             for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -171,6 +173,21 @@ def test_weights_that_were_bound_anew_are_captured_again(way: str) -> None:
             ours.to(torch.float64).to(torch.float32)
         assert tokens(engine) == expected and engine.stats()["recaptures"] == 1
         assert tokens(engine) == expected and engine.stats()["recaptures"] == 1
+
+
+def test_a_second_engine_over_a_model_fuses_it_afresh_and_keeps_no_other_weights(model: Any) -> None:
+    fused = tiny_model()
+    with engine_of(fused, fuse=True) as engine:
+        expected = tokens(engine)
+        assert engine.fusion is not None and engine.fusion.fused["attention"] == 2
+        old = fused.model.layers[0].mlp.forward
+    with engine_of(fused, fuse=True, max_context=48) as engine:
+        assert tokens(engine) == expected
+        assert engine.fusion is not None and engine.fusion.fused["attention"] == 2
+        assert fused.model.layers[0].mlp.forward is not old
+    with engine_of(fused, fuse=False) as engine, engine_of(model) as plain:
+        assert tokens(engine) == expected == tokens(plain)
+        assert not any("forward" in vars(module) for module in fused.modules())
 
 
 # -- estimates ---------------------------------------------------------------------------------------------------------

@@ -96,11 +96,9 @@ class Engine(Lifecycle):
         self.facts = loaded.facts
         self.tokenizer = loaded.tokenizer
         self.fusion: FusionReport | None = None
-        if self.config.fuse is True or (self.config.fuse == "auto" and device.type == "cuda"):
-            longest = self.facts.max_context if self.config.max_context == "auto" else self.config.max_context
-            self.fusion = fuse(loaded.model, loaded.facts, min(longest, self.facts.max_context))
-        self.attention = choose_attention(self.config.attention, needs_of(loaded.facts), device)
         self._model = loaded.model
+        self._prepare_model()
+        self.attention = choose_attention(self.config.attention, needs_of(loaded.facts), device)
         self._lock = threading.RLock()
         self._ids = itertools.count()
         self._live: dict[str, _Live] = {}
@@ -153,6 +151,11 @@ class Engine(Lifecycle):
                 strict=strict,
             ),
         )
+
+    def _prepare_model(self) -> None:
+        if self.config.fuse is True or (self.config.fuse == "auto" and self.device.kind == "cuda"):
+            longest = self.facts.max_context if self.config.max_context == "auto" else self.config.max_context
+            self.fusion = fuse(self._model, self.facts, min(longest, self.facts.max_context))
 
     @property
     def runners(self) -> tuple[BatchRunner, ...]:

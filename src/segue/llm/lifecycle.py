@@ -83,6 +83,10 @@ class Lifecycle(ABC):
         """For the cache, the lane and the sizes as they are now."""
 
     @abstractmethod
+    def _prepare_model(self) -> None:
+        """Fuses what is fused, from the weights as they are now."""
+
+    @abstractmethod
     def _check_open(self) -> None: ...
 
     # -- start-up ------------------------------------------------------------------------------------------------------
@@ -264,6 +268,7 @@ class Lifecycle(ABC):
             runner.guard.reopen()
         with self.lane.exclusive():
             self.lane.release()
+        self._prepare_model()
         self._recapture(None)
 
     def ledger(self) -> Ledger:
