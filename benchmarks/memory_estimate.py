@@ -23,7 +23,7 @@ from common import describe_machine, progress, table
 
 from segue.config import GraphConfig, PhaseConfig
 from segue.llm import Engine, EngineConfig
-from segue.llm.random_model import random_model
+from segue.llm.bench.models import random_model
 from segue.memory.estimate import error_text
 
 MIB = 1 << 20
@@ -114,7 +114,7 @@ def run_all(names: list[str], device: torch.device, is_tiny: bool) -> list[dict[
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            model, loaded = random_model(shape, device), shape
+            model, loaded = random_model(shape, device, torch.float32 if is_tiny else torch.bfloat16), shape
             progress(f"{shape}: weights are there")
         results.append(run(combination, model, device, is_tiny))
         gc.collect()

@@ -12,7 +12,7 @@ import torch
 from segue import GraphConfig
 from segue.errors import ConfigError
 from segue.llm import Engine, EngineConfig, SamplingParams
-from segue.llm.random_model import random_model
+from segue.llm.bench.models import random_model
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {"max_requests": 16, "max_context": 1024, "chunk_size": 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
     pytest.importorskip("transformers")
-    made = random_model("smollm2", "cuda")
+    made = random_model("smollm2", torch.device("cuda"), torch.bfloat16, max_context=8192)
     yield made
     made.to("meta")
     gc.collect()

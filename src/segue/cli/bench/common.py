@@ -14,22 +14,22 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", default="tiny", metavar="SHAPE",
-        help="llama-3-8b, qwen3-8b, qwen3-30b-a3b, smollm2, tiny, or a folder with a config.json (tiny); weights are random",
+        help="llama-3-8b, qwen3-8b, qwen3-30b-a3b, moe-78-layers, smollm2, tiny, or a folder with config.json (tiny)",
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (bfloat16 on cuda, float32 on cpu)")
     parser.add_argument("--attention", default="auto", metavar="NAME", help="which attention runs")
 
 
-def make_model(options: argparse.Namespace) -> Any:
-    """The model of the options, on their device."""
+def make_model(options: argparse.Namespace, device: Any, max_context: int = 4096) -> Any:
+    """The model of the options."""
     import torch
 
-    from segue.llm.config import torch_device
-    from segue.llm.random_model import random_model
+    from segue.llm.bench.models import random_model
 
-    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
-    return random_model(options.shape, torch_device(options.device), dtype)
+    default = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
+    return random_model(options.shape, device, dtype, max_context)
 
 
 def describe_machine(device: Any) -> dict[str, str | None]:

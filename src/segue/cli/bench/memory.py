@@ -24,6 +24,8 @@ from segue.observe.report import format_bytes, format_table
 HELP = "bytes of graphs, residents and eager peaks, by capture ceiling and by decode rungs"
 _CHUNK = {"cuda": 2048, "cpu": 64}
 _REQUESTS = {"cuda": 64, "cpu": 4}
+_ROOM = 16
+"""tokens of context beyond twice the chunk"""
 
 
 class Reading(NamedTuple):
@@ -69,13 +71,15 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures on cpu, writes lines of its own
     asked = sizes_of(options.ceilings, "ceilings")
     start = time.perf_counter()
-    with usage():
-        model = make_model(options)
-    device = next(model.parameters()).device
+    from segue.llm.config import torch_device
+
+    device = torch_device(options.device)
     chunk = _CHUNK[device.type] if options.chunk_size is None else options.chunk_size
     most = _REQUESTS[device.type] if options.max_requests is None else options.max_requests
     if chunk < 1 or most < 1:
         raise UsageError("--chunk-size and --max-requests must be at least 1")
+    with usage():
+        model = make_model(options, device, max_context=2 * chunk + _ROOM)
     note(f"{options.shape}: weights after {time.perf_counter() - start:.1f} s on {device}")
     sweep = _Sweep(model, options, chunk, most)
     prefill = [sweep.prefill(ceiling) for ceiling in (0, *(asked or default_ceilings(chunk)))]
@@ -120,7 +124,7 @@ class _Sweep:
 
         self._model, self._options = model, options
         self._chunk, self._most = chunk, most
-        self._context = min(2 * chunk + 16, model.config.get_text_config().max_position_embeddings)
+        self._context = min(2 * chunk + _ROOM, model.config.get_text_config().max_position_embeddings)
         if chunk >= self._context:
             raise UsageError(
                 f"--chunk-size is {chunk}, and the shape's context holds {self._context} tokens with the output"

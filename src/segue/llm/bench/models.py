@@ -1,4 +1,8 @@
-"""Models of known shapes with random weights, made on the device in a second: what is timed does not depend on values."""
+"""Models of known shapes with random weights, made on the device in a second: what is timed does not depend on values.
+
+A shape of `SHARED_LAYERS` has one set of layer weights, which all layers hold: recordings cost what they would cost with
+weights of their own, and a model that needs many devices fits on one.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
         "rope_theta": 1_000_000.0,
     },
+    "moe-78-layers": {  # a tensor-parallel share of 4 of 64 heads, and of 256 experts of 2,048 each
+        "model_type": "glm4_moe", "hidden_size": 6144, "intermediate_size": 3072, "num_hidden_layers": 78,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 38912, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 512, "first_k_dense_replace": 0,
+        "n_group": 1, "topk_group": 1,
+    },
 }  # fmt: skip
+SHARED_LAYERS = {"moe-78-layers"}
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096) -> Any:
@@ -57,7 +68,12 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, max_conte
         raise ConfigError(f"no shape is called {shape!r}: choose one of {', '.join(SHAPES)}, or a folder with config.json")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    layers = list(model.model.layers) if shape in SHARED_LAYERS else []
+    if layers:
+        model.model.layers = torch.nn.ModuleList(layers[:1])
     model = model.to_empty(device=device).eval()
+    for buffer in model.buffers():
+        buffer.zero_()
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,4 +88,14 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, max_conte
                 module.get_buffer(name).copy_(buffer)
             module.original_inv_freq = fresh.inv_freq.clone()
     model.tie_weights()
+    if layers:
+        for layer in layers[1:]:
+            _take_weights(layer, layers[0])
+        model.model.layers = torch.nn.ModuleList(layers)
     return model
+
+
+def _take_weights(target: torch.nn.Module, source: torch.nn.Module) -> None:
+    for into, other in zip(target.modules(), source.modules(), strict=True):
+        into._parameters.update(other._parameters)
+        into._buffers.update(other._buffers)
