@@ -32,6 +32,7 @@ def test_ours_takes_the_pool_once_and_executable_graphs_each() -> None:
     estimate = Estimate((sample,), pool_bytes=92 * MIB, static_bytes=5 * MIB, eager_peak_bytes=7 * MIB)
     assert estimate.graph_bytes == (92 + 42 * 3) * MIB and estimate.formula_bytes == (94 + 41 * 4) * MIB
     assert estimate.total_bytes == estimate.graph_bytes + 12 * MIB == estimate.to_dict()["total_bytes"]
+    assert estimate.within(20 * MIB) == 32 * MIB and estimate.within(1 << 40) == estimate.total_bytes
 
 
 def test_a_family_captured_into_a_grown_pool_still_has_its_own_size_in_the_formula() -> None:

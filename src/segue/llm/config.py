@@ -129,7 +129,7 @@ def settle_sizes(
     context = longest if config.max_context == "auto" else min(config.max_context, facts.max_context)
     pages = config.num_pages
     if pages == "auto":
-        pages = _num_pages(facts, requests, context, _cache_budget(config, device, reserve_bytes))
+        pages = _num_pages(facts, requests, context, _cache_budget(config, device, reserve_bytes), is_cuda=not is_cpu)
     sizes = reachable_sizes(chunk, requests, context, pages, is_cpu=is_cpu)
     _check_memory(config, sizes, facts, device, is_gathered=is_gathered)
     return sizes
@@ -208,7 +208,7 @@ def _cache_budget(config: EngineConfig, device: torch.device, reserve_bytes: int
     return int(free - (1 - used_fraction(config)) * total) - reserve_bytes
 
 
-def _num_pages(facts: ModelFacts, requests: int, context: int, budget: int) -> int:
+def _num_pages(facts: ModelFacts, requests: int, context: int, budget: int, *, is_cuda: bool) -> int:
     enough = requests * pages_for(context, PAGE_SIZE) + NUM_RESERVED_PAGES
     per_page = bytes_per_page(facts)
     affordable = budget // per_page
@@ -217,5 +217,6 @@ def _num_pages(facts: ModelFacts, requests: int, context: int, budget: int) -> i
         raise ConfigError(
             f"the cache of one request of {context} tokens takes {least * per_page / 2**20:.0f} MiB, and "
             f"{max(budget, 0) / 2**20:.0f} MiB are left for it: set a smaller max_context"
+            + (", or a larger memory_fraction" if is_cuda else "")
         )
     return min(enough, affordable)

@@ -34,6 +34,7 @@ from segue.memory.budget import Budget
 from segue.memory.estimate import Estimate
 from segue.memory.lane import Lane
 from segue.memory.ledger import Ledger, ledger_of
+from segue.memory.sizes import parse_bytes
 from segue.observe.decision import Decisions
 from segue.runners import CaptureReport, Progress, capture_all
 
@@ -97,7 +98,8 @@ class Lifecycle(ABC):
         self.sizes = settle_sizes(self.config, self.facts, device, is_gathered=is_gathered)
         if sizing.is_measured(self.config, device):
             self.estimate = self.measure()
-            reserve = self.estimate.total_bytes
+            budget = self.config.graphs.memory_budget
+            reserve = self.estimate.within(None if budget is None else parse_bytes(budget, "memory_budget"))
             self.sizes = settle_sizes(self.config, self.facts, device, is_gathered=is_gathered, reserve_bytes=reserve)
         return self.sizes
 

@@ -65,7 +65,12 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
-        return self.graph_bytes + self.static_bytes + self.eager_peak_bytes
+        return self.within(None)
+
+    def within(self, budget: int | None) -> int:
+        """What must stay free where graphs are bounded by a budget."""
+        graphs = self.graph_bytes if budget is None else min(self.graph_bytes, budget)
+        return graphs + self.static_bytes + self.eager_peak_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
