@@ -280,3 +280,23 @@ def test_a_budget_of_nothing_is_an_engine_without_graphs(model: Any) -> None:
         assert engine.ledger().budget_bytes == 0
         for phase in engine.stats()["phases"].values():
             assert phase["replays"] == 0 and set(phase["eager"]) == {"over_budget"}
+
+
+def test_a_device_that_is_too_small_is_an_error_that_helps_or_a_smaller_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from segue.config import PhaseConfig
+    from segue.device.cpu import CpuDevice
+    from segue.errors import CaptureOutOfMemory
+
+    model = tiny_model(max_position_embeddings=2048, num_key_value_heads=4, head_dim=32, num_attention_heads=4)
+    sizes = {"max_context": 1024, "num_pages": 200, "max_requests": 8}
+    with engine_of(model, **sizes) as engine:
+        expected = tokens(engine)
+        small = CpuDevice(capacity=engine.ledger().pool_bytes // 2)
+    monkeypatch.setattr("segue.llm.engine.get_device", lambda device: small)
+    with pytest.raises(CaptureOutOfMemory, match=r"^decode\[\d tokens.*What helps: .*max_size below \d"):
+        engine_of(model, **sizes)
+    assert small.memory().driver_used == 0, "the engine that failed gave everything back"
+    graphs = GraphConfig(prefill="breakable", decode=PhaseConfig(backend="full", on_failure="shrink"))
+    with engine_of(model, graphs=graphs, **sizes) as engine:
+        assert tokens(engine) == expected and len(shapes(engine.decode)) > 0
+        assert set(engine.stats()["phases"]["decode"]["eager"]) <= {"capture_failed"}

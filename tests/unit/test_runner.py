@@ -349,3 +349,23 @@ def test_shrink_finds_the_largest_ladder_that_fits(small_lane: Lane, policy: str
             check(runner, 3, 4)
     assert small_lane.reserved_bytes <= 24 << 20
     runner.close()
+
+
+def test_a_warm_up_out_of_memory_keeps_no_tensor_of_the_pass(make: Make) -> None:
+    import gc
+    import weakref
+
+    seen: list[Any] = []
+
+    def trouble(rung: int, x: torch.Tensor) -> None:
+        activation = x * 2
+        seen.append(weakref.ref(activation))
+        if rung == 4:
+            raise torch.OutOfMemoryError("no memory left")
+
+    runner = make()
+    runner.trouble = trouble
+    with pytest.raises(CaptureOutOfMemory) as caught:
+        runner.capture()
+    gc.collect()
+    assert caught.value and not any(ref() is not None for ref in seen)

@@ -44,7 +44,7 @@ def measure(runners: Sequence[BatchRunner], sizes: Sizes, vocab_size: int, lane:
 
     Raises:
         CaptureError: a shape cannot be recorded, and its phase is configured to raise.
-        torch.OutOfMemoryError: there is not even room for the largest eager pass.
+        ConfigError: there is not even room for the largest eager pass.
     """
     device = lane.device
     devices = [device.device] if device.kind == "cuda" else []
@@ -97,8 +97,15 @@ def _eager_peak(runner: BatchRunner, sizes: Sizes, device: Device) -> int:
         batches.append(dummy_batch(tokens, 1, context=past, longest=sizes.max_context))
     most = 0
     for batch in batches:
-        with device.measure_peak() as peak:
-            runner.run_on(to_device(batch, device.device))
+        try:
+            with device.measure_peak() as peak:
+                runner.run_on(to_device(batch, device.device))
+        except torch.OutOfMemoryError as error:
+            first_line = str(error).splitlines()[0]
+            raise ConfigError(
+                f"the largest {runner.phase} batch ({batch.num_tokens} tokens, context {batch.max_seq_len}) does not fit "
+                f"beside the weights: {first_line}; set a smaller chunk_size, max_requests or max_context"
+            ) from None
         most = max(most, peak.nbytes)
     return most
 

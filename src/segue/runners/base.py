@@ -14,6 +14,7 @@ Subclasses say what is particular to their phase (the abstract methods); the ord
 from __future__ import annotations
 
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -205,6 +206,7 @@ class Runner(ABC, Generic[B]):
                     before.check_scalars(trace)
                 return trace
         except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the pass's tensors as long as the error lives
             self._failed(key, CaptureOutOfMemory(f"out of memory in the warm-up: {error}"), report)
         except CaptureError as error:
             self._failed(key, error, report)
