@@ -83,7 +83,7 @@ def test_an_eager_peak_counts_what_lived_at_once(device: Device) -> None:
     kept = torch.empty(16 * MIB, dtype=torch.uint8, device=device.device)
     with device.measure_peak() as peak:
         work()
-    assert kept.numel() and 12 * MIB <= peak.nbytes < 13 * MIB
+    assert kept.numel() and 12 * MIB <= peak.nbytes < 15 * MIB
 
 
 def test_a_balance_names_what_nothing_explains() -> None:
