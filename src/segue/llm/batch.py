@@ -32,6 +32,7 @@ __all__ = [
     "RequestRows",
     "build_batch",
     "dummy_batch",
+    "fill_ids",
     "pad_host",
     "to_device",
 ]
@@ -64,7 +65,8 @@ class HostBatch:
 
     `num_tokens` and `num_requests` count what is real; `padded_tokens` and `padded_requests` what the tensors hold.
     `width` is the number of tokens that each real request brings where that is the same for all, else 0. The tensors
-    are never written after construction, and may be copied to the device at any time.
+    are never written after construction, and may be copied to the device at any time. `device_ids` has the real tokens
+    where the host does not know them yet (the step before chose them); then those in `tensors` stand for nothing.
     """
 
     query_lens: tuple[int, ...]
@@ -76,6 +78,7 @@ class HostBatch:
     width: int
     page_size: int
     tensors: BatchTensors
+    device_ids: torch.Tensor | None = None
 
     @property
     def uniform(self) -> bool:
@@ -179,6 +182,7 @@ def pad_host(host: HostBatch, tokens: int, requests: int, pages: int | None = No
         width=host.width,
         page_size=host.page_size,
         tensors=tensors,
+        device_ids=host.device_ids,
     )
 
 
@@ -209,7 +213,14 @@ def dummy_batch(
 def to_device(host: HostBatch, device: torch.device | str, tree_mask: torch.Tensor | None = None) -> ForwardBatch:
     """Copies of `host`'s tensors on `device`: what an eager pass uses, where no static buffers exist."""
     moved = {name: tensor.to(device, copy=True) for name, tensor in host.tensors._asdict().items()}
+    fill_ids(moved["input_ids"], host)
     return ForwardBatch(**moved, host=host, tree_mask=tree_mask)
+
+
+def fill_ids(input_ids: torch.Tensor, host: HostBatch) -> None:
+    """Puts tokens that only the device knows where a pass reads them."""
+    if host.device_ids is not None:
+        input_ids[: host.num_tokens].copy_(host.device_ids)
 
 
 def _check_row(index: int, row: RequestRows, end: int, page_size: int) -> None:

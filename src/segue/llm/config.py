@@ -41,6 +41,7 @@ class EngineConfig:
     memory_fraction: float | Literal["auto"] = "auto"
     attention: str = "auto"
     fuse: bool | Literal["auto"] = "auto"
+    overlap: bool | Literal["auto"] = "auto"
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
@@ -50,8 +51,9 @@ class EngineConfig:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be 'auto' or a floating-point torch.dtype")
         if not isinstance(self.attention, str):
             raise ConfigError(f"attention is {self.attention!r}; it must be 'auto' or the name of one")
-        if self.fuse not in (True, False, "auto"):
-            raise ConfigError(f"fuse is {self.fuse!r}; it must be True, False or 'auto'")
+        for name in ("fuse", "overlap"):
+            if getattr(self, name) not in (True, False, "auto"):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True, False or 'auto'")
         if not isinstance(self.graphs, GraphConfig):
             raise ConfigError(f"graphs is {self.graphs!r}; it must be a GraphConfig, such as GraphConfig(decode='full')")
         for name, least in (("chunk_size", 1), ("max_requests", 1), ("max_context", 2), ("num_pages", 3)):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,9 +30,10 @@ from segue.llm.lifecycle import Lifecycle
 from segue.llm.load import load_model
 from segue.llm.outputs import RequestOutput, TokenLogprob
 from segue.llm.prompts import chat_ids, encode
+from segue.llm.readback import Pending
 from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner, StepOutput
-from segue.llm.sampler import SamplingParams, sample
-from segue.llm.scheduler import Request
+from segue.llm.sampler import Logprobs, SamplingParams, is_plain_greedy, sample
+from segue.llm.scheduler import Request, Step
 from segue.llm.stats import phase_stats
 from segue.llm.text import IncrementalDetokenizer
 from segue.memory.lane import Lane
@@ -50,6 +51,15 @@ class _Live:
     new_text: str = ""
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class _Flight(NamedTuple):
+    """A step that the device has been given. `greedy` has its tokens where the next step could start from them."""
+
+    step: Step
+    pending: Pending
+    greedy: torch.Tensor | None
+    logprobs: Logprobs | None
 
 
 class Engine(Lifecycle):
@@ -106,6 +116,8 @@ class Engine(Lifecycle):
         self._num_steps = {"prefill": 0, "decode": 0}
         self._num_generated = 0
         self._is_closed = False
+        self._flight: _Flight | None = None
+        self._overlaps = self.config.overlap is True or (self.config.overlap == "auto" and self.device.kind == "cuda")
         sizes = self._settle()
         self.lane = Lane(self.device)
         self._open(sizes)
@@ -213,28 +225,65 @@ class Engine(Lifecycle):
 
     def step(self) -> bool:
         """Runs one batch; False where nothing is left to run. An exception leaves every request as it was."""
+        return self._advance(runs_ahead=self.config.overlap is True)
+
+    def _advance(self, *, runs_ahead: bool) -> bool:
+        """`step`. With `runs_ahead` the device is given the next step, if it is certain, before this one is waited for, so
+        that it never idles while the host takes tokens and builds batches."""
         with self._lock:
             self._check_open()
-            self._follow_weights()
-            step = self._scheduler.schedule()
-            if step is None:
-                return False
-            runner: BatchRunner = self.prefill if step.kind == "prefill" else self.decode
+            flight, self._flight = self._flight, None
+            if flight is None:
+                self._follow_weights()
+                step = self._scheduler.schedule()
+                if step is None:
+                    return False
+                flight = self._launch(step, None)
             try:
-                rows = [RequestRows(row.token_ids, row.request.num_cached, row.request.pages) for row in step.rows]
-                with torch.inference_mode():
-                    output: StepOutput = runner.execute(build_batch(rows))
-                    sampled = sample(output.logits, [row.request for row in step.rows], output.greedy[0])
-                    token_ids = _checked(output, sampled.token_ids)
+                if runs_ahead and flight.greedy is not None:
+                    following = self._scheduler.schedule_ahead()
+                    if following is not None:
+                        self._flight = self._launch(following, flight.greedy)
+                token_ids = _checked(flight.pending.wait())
             except BaseException:
-                self._scheduler.cancel(step)
+                self._flight = None
+                self._scheduler.cancel(flight.step)
                 raise
-            self._num_steps[step.kind] += 1
-            places = {row.request.id: place for place, row in enumerate(step.rows)}
-            for new in self._scheduler.complete(step, token_ids):
+            places = {row.request.id: place for place, row in enumerate(flight.step.rows)}
+            for new in self._scheduler.complete(flight.step, token_ids):
                 self._num_generated += 1
-                self._take(new.request, new.token_id, sampled.logprobs, places[new.request.id])
+                self._take(new.request, new.token_id, flight.logprobs, places[new.request.id])
             return True
+
+    def _launch(self, step: Step, device_ids: torch.Tensor | None) -> _Flight:
+        """Gives `step` to the device. `device_ids` are the tokens of its rows where the step before is still under way."""
+        runner: BatchRunner = self.prefill if step.kind == "prefill" else self.decode
+        requests = [row.request for row in step.rows]
+        try:
+            if device_ids is None:
+                rows = [RequestRows(row.token_ids, row.request.num_cached, row.request.pages) for row in step.rows]
+            else:
+                rows = [RequestRows((0,), request.num_cached + 1, request.pages) for request in requests]
+            with torch.inference_mode():
+                output: StepOutput = runner.execute(replace(build_batch(rows), device_ids=device_ids))
+                if is_plain_greedy(requests):
+                    pending = self._readback.start(output.greedy)
+                    flight = _Flight(step, pending, output.greedy[0] if step.kind == "decode" else None, None)
+                else:
+                    sampled = sample(output.logits, requests)
+                    pending = self._readback.start(torch.stack((sampled.token_ids, output.greedy[1])))
+                    flight = _Flight(step, pending, None, sampled.logprobs)
+        except BaseException:
+            self._scheduler.cancel(step)
+            raise
+        self._num_steps[step.kind] += 1
+        return flight
+
+    def _land(self) -> None:
+        """Takes back a step that the device was given ahead."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._scheduler.cancel(flight.step)
 
     def _take(self, request: Request, token_id: int, logprobs: Any, place: int) -> None:
         live = self._live[request.id]
@@ -304,7 +353,7 @@ class Engine(Lifecycle):
             outputs: dict[str, RequestOutput] = {}
             while len(outputs) < len(names):
                 self._collect(names, outputs)
-                if len(outputs) < len(names) and not self.step():
+                if len(outputs) < len(names) and not self._advance(runs_ahead=self._overlaps):
                     self._collect(names, outputs)
         finally:
             self._discard(names)
@@ -320,6 +369,7 @@ class Engine(Lifecycle):
     def _discard(self, names: Sequence[str]) -> None:
         """Leaves nothing behind of requests that the caller no longer waits for."""
         with self._lock:
+            self._land()
             for name in names:
                 self._scheduler.abort(name)
                 self._live.pop(name, None)
@@ -412,16 +462,13 @@ class Engine(Lifecycle):
         self.close()
 
 
-def _checked(output: StepOutput, token_ids: torch.Tensor) -> list[int]:
-    """The tokens on the host, in the one transfer that also tells of NaN: a row's largest logit shows whether it has any.
-
-    Raises SegueError where a row has NaN or infinity, or nothing but minus infinity: any token would be arbitrary.
-    """
-    is_greedy = token_ids.data_ptr() == output.greedy.data_ptr()
-    chosen, is_finite = (output.greedy if is_greedy else torch.stack((token_ids, output.greedy[1]))).tolist()
+def _checked(chosen: list[list[int]]) -> list[int]:
+    """The tokens of a step. Raises SegueError where a row's logits have NaN or infinity, or nothing but minus infinity: any
+    token would be arbitrary."""
+    token_ids, is_finite = chosen
     if not all(is_finite):
         raise SegueError(
-            f"the model's logits are not finite in {is_finite.count(0)} of {len(chosen)} rows (NaN or infinity): its "
+            f"the model's logits are not finite in {is_finite.count(0)} of {len(token_ids)} rows (NaN or infinity): its "
             "weights are damaged, or its activations overflow; try dtype=torch.float32"
         )
-    return chosen
+    return token_ids

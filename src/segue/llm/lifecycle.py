@@ -27,6 +27,7 @@ from segue.llm.config import EngineConfig, Sizes, bytes_per_page, reachable_size
 from segue.llm.facts import ModelFacts
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import PagePool
+from segue.llm.readback import Readback
 from segue.llm.runners import BatchRunner, DecodeRunner, PrefillRunner
 from segue.llm.scheduler import Scheduler
 from segue.llm.weights import WeightAddresses, write_weights
@@ -90,6 +91,9 @@ class Lifecycle(ABC):
     @abstractmethod
     def _check_open(self) -> None: ...
 
+    @abstractmethod
+    def _land(self) -> None: ...
+
     # -- start-up ------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> Sizes:
@@ -129,6 +133,7 @@ class Lifecycle(ABC):
         """Cache, runners, pages and scheduler of these sizes; nothing is recorded yet."""
         self.sizes = sizes
         self._open_cache()
+        self._readback = Readback(max(sizes.max_requests, sizes.prefill_slots), self.device.device)
         self._pages = PagePool(sizes.num_pages)
         self._scheduler = Scheduler(
             self._pages,
@@ -199,6 +204,7 @@ class Lifecycle(ABC):
             ValueError: so few pages cannot be.
         """
         with self._lock:
+            self._land()
             self._check_open()
             if self._scheduler.has_work:
                 raise SegueError(self._in_flight("the cache cannot be resized"))
@@ -223,6 +229,7 @@ class Lifecycle(ABC):
             SegueError: requests are in flight, and `preempt` was not asked for.
         """
         with self._lock:
+            self._land()
             if self._is_asleep:
                 return 0
             self._check_open()
@@ -259,6 +266,7 @@ class Lifecycle(ABC):
             ValueError: a name is unknown or a shape is another; nothing was changed.
         """
         with self._lock, self.lane.exclusive():
+            self._land()
             write_weights(self._model, weights)
 
     def _follow_weights(self) -> None:

@@ -91,13 +91,17 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplerState], greedy: torch.Tensor | None = None) -> Sampled:
-    """Choose the next token of each row of `logits` ``[R, V]`` for the request in the same place of `states`; `greedy` has
-    each row's likeliest token where that is known already."""
+def is_plain_greedy(states: Sequence[SamplerState]) -> bool:
+    """Whether every row takes its likeliest token, and nothing else is asked of the logits."""
+    return all(s.params.is_greedy and not _has_penalty(s.params) and s.params.logprobs is None for s in states)
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> Sampled:
+    """Choose the next token of each row of `logits` ``[R, V]`` for the request in the same place of `states`."""
     if logits.shape[0] != len(states):
         raise ValueError(f"logits have {logits.shape[0]} rows for {len(states)} requests; pass one row a request")
     if all(state.params.is_greedy and not _has_penalty(state.params) for state in states):
-        token_ids = logits.argmax(dim=-1) if greedy is None else greedy
+        token_ids = logits.argmax(dim=-1)
     else:
         token_ids = choose(logits, prepare(states, logits.shape[-1], logits.device))
     asked = [state.params.logprobs for state in states if state.params.logprobs is not None]

@@ -123,7 +123,9 @@ class NewToken(NamedTuple):
 class Scheduler:
     """Decides step by step; one thread at a time. It owns the pages that its requests hold.
 
-    `schedule` and `complete` (or `cancel`) alternate; `add`, `abort` and `finish` may come between any two calls.
+    `schedule` and `complete` (or `cancel`) alternate; `add`, `abort` and `finish` may come between any two calls. While a
+    step is in flight, `schedule_ahead` gives the one after it, whose tokens only the device knows; `complete` takes them in
+    order.
     `max_context` bounds prompt and output together. `eos_token_ids` end a request unless it ignores them.
     """
 
@@ -160,6 +162,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._num_arrived = 0
         self._step: Step | None = None
+        self._ahead: Step | None = None
         self.num_preemptions = 0
 
     @property
@@ -210,6 +213,37 @@ class Scheduler:
         self._step = Step(kind, tuple(rows))
         return self._step
 
+    def schedule_ahead(self) -> Step | None:
+        """The step after the one in flight, before its tokens are known: the same requests, one token further.
+
+        None where that is not certain to be the next step: the step in flight is no decode, one of its requests has ended or
+        ends with it by length, another could be admitted, or pages are short. A request that turns out to end with the step
+        in flight (an end token) has run in vain: its token is dropped.
+        """
+        step = self._step
+        if step is None or self._ahead is not None or step.kind != "decode" or self._may_admit():
+            return None
+        requests = [row.request for row in step.rows]
+        if len(requests) != len(self._running) or not all(map(self._goes_on, requests)):
+            return None
+        short = [r for r in requests if pages_for(r.num_tokens + 1, self._page_size) > len(r.pages)]
+        pages = self._pool.allocate(len(short))
+        if pages is None:
+            return None
+        for request, page in zip(short, pages, strict=True):
+            request.pages.append(page)
+        self._ahead = Step("decode", step.rows)
+        return self._ahead
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether a running request goes on after its next token, unless that token ends it."""
+        is_running = request.state is RequestState.RUNNING and request.is_decoding
+        return (
+            is_running
+            and request.num_tokens + 1 < self._max_context
+            and len(request.generated_ids) + 1 < request.params.max_tokens
+        )
+
     def complete(self, step: Step, token_ids: Sequence[int]) -> list[NewToken]:
         """Record that `step` has run and chose `token_ids`, one a row; rows that end inside a prompt ignore theirs.
 
@@ -220,7 +254,7 @@ class Scheduler:
             raise ValueError("complete() got a step that is not in flight; pass what schedule() returned last, once")
         if len(token_ids) != len(step.rows):
             raise ValueError(f"the step has {len(step.rows)} rows but {len(token_ids)} tokens came; pass one a row")
-        self._step = None
+        self._step, self._ahead = self._ahead, None
         added = []
         for row, token_id in zip(step.rows, token_ids, strict=True):
             request = row.request
@@ -237,13 +271,17 @@ class Scheduler:
         return added
 
     def cancel(self, step: Step) -> None:
-        """Take back a step that did not run, or not to its end: its requests stay where they were, with their pages.
+        """Take back a step that did not run, or not to its end: its requests stay where they were, with their pages. A step
+        that was scheduled ahead goes with the one before it, and may be taken back alone.
 
         What the step wrote to the cache is written again, since no token counts as cached before `complete`.
         """
+        if step is self._ahead and step is not None:
+            self._ahead = None
+            return
         if step is not self._step:
             raise ValueError("cancel() got a step that is not in flight; pass what schedule() returned last, once")
-        self._step = None
+        self._step = self._ahead = None
 
     def preempt_all(self) -> None:
         """Takes the pages of every running request back: each is waiting again, in order, and will be computed anew."""
@@ -292,13 +330,10 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """Move the first waiting request to the running ones, with all the pages that its known tokens need."""
-        if not self._waiting or len(self._running) >= self._max_running:
+        if not self._may_admit():
             return None
         request = self._waiting[0]
-        needed = pages_for(request.num_tokens, self._page_size)
-        if needed + len(self._running) > self._pool.num_free:
-            return None
-        pages = self._pool.allocate(needed)
+        pages = self._pool.allocate(pages_for(request.num_tokens, self._page_size))
         assert pages is not None
         self._waiting.pop(0)
         # All running requests arrived before all waiting ones, so appending keeps the order of arrival.
@@ -306,6 +341,11 @@ class Scheduler:
         request.state = RequestState.RUNNING
         request.pages = array("i", pages)
         return request
+
+    def _may_admit(self) -> bool:
+        if not self._waiting or len(self._running) >= self._max_running:
+            return False
+        return pages_for(self._waiting[0].num_tokens, self._page_size) + len(self._running) <= self._pool.num_free
 
     def _extend_pages(self, request: Request) -> None:
         """Give `request` the page of its next token, taking pages from the latest arrivals (maybe from itself)."""

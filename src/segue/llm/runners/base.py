@@ -17,7 +17,7 @@ from segue.backends import Backend, Forward
 from segue.graph import Call, calling
 from segue.inputs import PackedInputs, Padding, Slot
 from segue.llm.attention import Attention, StaticPlan
-from segue.llm.batch import ForwardBatch, HostBatch, dummy_batch, pad_host, to_device
+from segue.llm.batch import ForwardBatch, HostBatch, dummy_batch, fill_ids, pad_host, to_device
 from segue.llm.pages import pages_for
 from segue.observe.decision import Decision
 from segue.runners import Live, Runner, Settings
@@ -146,6 +146,7 @@ class BatchRunner(Runner[HostBatch]):
         slots = self.slots(key.tokens)
         host = pad_host(batch, key.tokens, slots, self._pages)
         self._inputs.load(host.tensors._asdict(), key.tokens, slots)
+        fill_ids(self._inputs.view(key.tokens, slots)["input_ids"], host)
         return Call(batch=self._static_batch(key, host))
 
     def _static_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
