@@ -40,6 +40,43 @@ def test_memory_by_ceiling_and_by_rung_on_cpu(tmp_path: Path, capsys: pytest.Cap
     assert max(peaks[32], peaks[64]) < 0.75 * peaks[0], "from the chunk size on, the prefill runs in the pool"
 
 
+def seconds_of(rows: list[dict[str, Any]]) -> list[float]:
+    return [sample["median"] for row in rows for sample in row["seconds"].values()]
+
+
+def test_decode_by_batch_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "decode.json"
+    assert bench("decode", "--device", "cpu", "--batches", "1,3", "--context", "20", "--json", str(file)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed)) <= 130 and len(printed) == 5
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["batch"], r["rung"]) for r in rows] == [(1, 1), (3, 3)] and min(seconds_of(rows)) > 0
+    weights = 2 * (64 * (64 + 64) + 64 * 64 + 3 * 64 * 128) + 64 * 256  # q, k, v; o; gate, up, down; the head
+    assert {r["weight_bytes"] for r in rows} == {4 * weights}
+
+
+def test_prefill_by_length_and_arm_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prefill.json"
+    assert bench("prefill", "--device", "cpu", "--lengths", "4,24", "--json", str(file)) == 0
+    result = json.loads(file.read_text())
+    assert [set(r["seconds"]) for r in result["rows"]] == [{"eager", "full", "breakable"}] * 2
+    assert {arm: build["shapes"] for arm, build in result["build"].items()} == {"eager": 0, "full": 2, "breakable": 2}
+    assert "full: 2 shapes built in" in capsys.readouterr().out
+
+
+def test_build_and_throughput_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    assert bench("build", "--device", "cpu", "--chunk-size", "32", "--max-requests", "2", "--json", str(file)) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["start"], r["phase"]) for r in rows] == [(s, p) for s in ("first", "second") for p in ("prefill", "decode")]
+    job = ("--prompts", "3", "--lengths", "5,9", "--new-tokens", "4")
+    assert bench("throughput", "--device", "cpu", *job, "--json", str(file)) == 0
+    result = json.loads(file.read_text())
+    assert result["prompts"] == 3 and 15 <= result["prompt_tokens"] <= 27
+    assert 0 < result["floor"]["prompt_s"] + result["floor"]["decode_s"] < min(result["seconds"])
+    assert "segue reaches" in capsys.readouterr().out
+
+
 def test_ceilings_reach_from_small_ones_over_the_chunk_to_one_beyond() -> None:
     assert default_ceilings(2048) == (64, 256, 1024, 2048, 4096)
     assert default_ceilings(8192) == (64, 256, 1024, 4096, 8192, 16384)
@@ -50,6 +87,8 @@ def test_ceilings_reach_from_small_ones_over_the_chunk_to_one_beyond() -> None:
 MISTAKES: dict[str, tuple[tuple[str, ...], int]] = {
     "the following arguments are required: COMMAND": ((), 2),
     "--ceilings is '3,x'": (("memory", "--ceilings", "3,x"), 2),
+    "--arms is 'half'": (("prefill", "--arms", "half"), 2),
+    "--lengths takes": (("throughput", "--lengths", "1,2,3"), 2),
     "no shape is called 'huge'": (("memory", "--shape", "huge"), 2),
     "at least 1": (("memory", "--chunk-size", "0"), 2),
 }

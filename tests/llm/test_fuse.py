@@ -143,6 +143,20 @@ def test_merged_weights_take_no_further_memory() -> None:
     assert sum(after.values()) == sum(before.values()) and len(after) < len(before)
 
 
+def test_engines_share_the_merged_weights_of_one_model() -> None:
+    model, oracle, prompt = tiny_model("Qwen2"), tiny_model("Qwen2"), prompt_of(13)
+    expected = greedy(oracle, prompt, NUM_TOKENS)
+    with engine_of(model, "full", "breakable", fuse=True) as first:
+        places = [p.data_ptr() for p in model.parameters()]
+        with engine_of(model, "breakable", "full", fuse=True) as second:
+            assert [p.data_ptr() for p in model.parameters()] == places
+            for engine in (first, second, first):
+                (output,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+                assert_same_text(oracle, prompt, output.token_ids, expected, "shared")
+            captures = first.stats()["phases"]["decode"]["captures"]
+        assert captures == 2  # nothing was captured again
+
+
 # -- the operations -----------------------------------------------------------------------------------------------------
 
 

@@ -42,8 +42,19 @@ _Linear = tuple[torch.Tensor, torch.Tensor | None]
 def _merged(layers: Sequence[Any]) -> _Linear:
     """One weight and one bias for several linear layers with one input."""
     biases = [layer.bias for layer in layers]
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    return weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+    return _joined([layer.weight for layer in layers]), None if biases[0] is None else _joined(biases)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All `parts`, one below the other: the tensor that they are views of since an earlier merge, or a new one."""
+    first = parts[0].detach()
+    at = first.data_ptr()
+    for part in parts:
+        is_next = part.is_contiguous() and part.data_ptr() == at
+        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat([p.detach() for p in parts])
+        at += part.nbytes
+    return first.as_strided((sum(p.shape[0] for p in parts), *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def _merge(layers: Sequence[Any]) -> _Linear:
@@ -53,7 +64,8 @@ def _merge(layers: Sequence[Any]) -> _Linear:
         for name, whole in zip(("weight", "bias"), merged, strict=True):
             own = [] if whole is None else [getattr(layer, name) for layer in layers]
             for parameter, part in zip(own, () if whole is None else whole.split([p.shape[0] for p in own]), strict=True):
-                parameter.data = part
+                if parameter.data_ptr() != part.data_ptr():
+                    parameter.data = part
     return merged
 
 

@@ -6,7 +6,7 @@ in `COMMANDS`.
 
 from __future__ import annotations
 
-from segue.cli.bench import memory
+from segue.cli.bench import build, decode, memory, prefill, throughput
 
 HELP = "measure what graphs cost and bring here"
-COMMANDS = (memory,)
+COMMANDS = (decode, prefill, build, throughput, memory)

@@ -6,6 +6,8 @@ weights at the best read rate. Arms: the recorded step, the same step run eagerl
 
 from __future__ import annotations
 
+import inspect
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -101,3 +103,30 @@ def measure_decode(
 
 def _step(runner: BatchRunner, host: HostBatch) -> Any:
     return runner.execute(host).greedy.tolist()
+
+
+def measure_compiled(model: Any, device: torch.device, context: int, *, rounds: int = 5) -> dict[str, Any]:
+    """transformers' own decode step at batch 1 over a static cache, under torch.compile(mode="reduce-overhead")."""
+    from transformers import StaticCache
+
+    model.set_attn_implementation("sdpa")
+    cache = StaticCache(config=model.config, max_cache_len=context + 8)
+    position = torch.full((1, 1), context, device=device)
+    token = torch.full((1, 1), 7, device=device)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=False)
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+    def step() -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(input_ids=token, position_ids=position, use_cache=True, **{name: cache}).logits
+
+    with torch.inference_mode():
+        model(input_ids=token.expand(1, context), use_cache=True, **{name: cache})
+        start = time.perf_counter()
+        for _ in range(4):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        compile_s = time.perf_counter() - start
+        timed = interleaved({"compiled": step}, device, rounds=rounds)
+    return {"compile_s": compile_s, "seconds": timed["compiled"]._asdict()}

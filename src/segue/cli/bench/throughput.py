@@ -1,0 +1,66 @@
+"""`segue bench throughput`: tokens a second of a whole job, beside the least time it could take and beside transformers."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from segue.cli.bench.common import add_model_arguments, describe_machine, make_model, sizes_of
+from segue.cli.output import check_writable, note, write_json
+from segue.cli.usage import UsageError, usage
+
+HELP = "tokens a second of a whole job, beside its floor and transformers' continuous batching"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--prompts", type=int, default=64, metavar="N", help="how many prompts (64)")
+    parser.add_argument("--lengths", default="64,512", metavar="MIN,MAX", help="tokens of a prompt (64,512)")
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="new tokens of each (128)")
+    parser.add_argument("--transformers", action="store_true", help="also transformers' continuous batching (cuda)")
+
+
+def run(options: argparse.Namespace) -> int:
+    check_writable(options.json)
+    lengths = sizes_of(options.lengths, "lengths") or ()
+    if len(lengths) > 2 or options.prompts < 1 or options.new_tokens < 1:
+        raise UsageError("--lengths takes the shortest and the longest prompt; --prompts and --new-tokens at least 1")
+    from segue.llm import Engine, EngineConfig
+    from segue.llm.bench.throughput import floor_seconds, make_prompts, measure_engine, measure_transformers
+    from segue.llm.config import torch_device
+
+    device = torch_device(options.device)
+    with usage():
+        model = make_model(options, device)
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = make_prompts(options.prompts, lengths[0], lengths[-1], vocabulary)
+    result: dict[str, Any] = {
+        "shape": options.shape, "machine": describe_machine(device), "prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)), "new_tokens": options.new_tokens,
+    }  # fmt: skip
+    if options.transformers:
+        note("transformers' continuous batching ...")
+        result["transformers_s"] = measure_transformers(model, prompts, options.new_tokens)
+    config = EngineConfig(
+        device=device, attention=options.attention, max_requests=len(prompts),
+        max_context=lengths[-1] + options.new_tokens + 1,
+    )  # fmt: skip
+    with usage(), Engine(model, config) as engine:
+        result["seconds"] = measure_engine(engine, prompts, options.new_tokens)
+        result["floor"] = floor_seconds(engine, prompts, options.new_tokens)
+        result["phases"] = engine.stats()["phases"]
+    produced = len(prompts) * options.new_tokens
+    seconds = statistics.median(result["seconds"])
+    floor = result["floor"]["prompt_s"] + result["floor"]["decode_s"]
+    print(f"{options.shape}, {result['machine']['device']}: {len(prompts)} prompts")
+    print(
+        f"segue         {produced / seconds:9.0f} tokens/s  ({seconds:.3f} s; {min(result['seconds']):.3f} - "
+        f"{max(result['seconds']):.3f})"
+    )
+    print(f"floor         {produced / floor:9.0f} tokens/s  ({floor:.3f} s; segue reaches {floor / seconds:.0%} of it)")
+    if options.transformers:
+        peer = result["transformers_s"]
+        print(f"transformers  {produced / peer:9.0f} tokens/s  ({peer:.3f} s; segue is {peer / seconds:.1f} times as fast)")
+    write_json(options.json, result)
+    return 0
