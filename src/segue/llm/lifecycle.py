@@ -287,7 +287,7 @@ class Lifecycle(ABC):
             records = [record for runner in self.runners for record in runner.store.records()]
             static: dict[str, int] = {runner.phase: runner.static_bytes for runner in self.runners}
             found = ledger_of(self.lane, records, static=static, readings=self._readings)
-            return found if self.estimate is None else found.with_note(self.estimate.compared(found))
+            return found if self.estimate is None else found.with_notes(*self.estimate.compared(found))
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
