@@ -99,7 +99,7 @@ def run(combination: Combination, model: Any, device: torch.device, is_tiny: boo
         "estimate": estimate.to_dict(),
         "ledger": ledger.to_dict(),
     }
-    progress(f"{combination.name}: {estimate.compared(ledger)}; measured in {measured - start:.1f} s")
+    progress(f"{combination.name}: {estimate.compared(ledger)[0]}; measured in {measured - start:.1f} s")
     print(ledger, flush=True)
     return result
 

@@ -207,7 +207,10 @@ def test_an_estimate_is_made_without_a_trace_and_meets_the_ledger(model: Any) ->
         assert {family.family: family.num_graphs for family in estimate.families} == {
             row.family: row.graphs for row in engine.ledger().families
         }
-        assert "(+0.0%)" in estimate.compared(engine.ledger())
+        total, prefill, decode = estimate.compared(engine.ledger())
+        assert "(+0.0%)" in total and prefill.startswith("  prefill: took") and decode.startswith("  decode: took")
+        assert sum(family.graph_bytes for family in estimate.families) == estimate.graph_bytes
+        assert max(map(len, (total, prefill, decode))) <= 120
 
 
 def test_what_is_missing_becomes_fewer_pages() -> None:

@@ -38,6 +38,7 @@ def test_ours_takes_the_pool_once_and_executable_graphs_each() -> None:
 def test_a_family_captured_into_a_grown_pool_still_has_its_own_size_in_the_formula() -> None:
     row = GraphRecord(ShapeKey("decode", 8), "full", pool_bytes=0, peak_bytes=30 * MIB, driver_bytes=MIB)
     assert family_sample("decode", [row], 3) == FamilySample("decode", 3, 31 * MIB, 0, float(MIB))
+    assert family_sample("decode", [row], 3).graph_bytes == 3 * MIB
     assert family_sample("decode", [], 3).num_graphs == 0
 
 

@@ -118,9 +118,8 @@ class Engine(Lifecycle):
         self._is_closed = False
         self._flight: _Flight | None = None
         self._overlaps = self.config.overlap is True or (self.config.overlap == "auto" and self.device.kind == "cuda")
-        sizes = self._settle()
         self.lane = Lane(self.device)
-        self._open(sizes)
+        self._open(self._settle())
         if self.config.graphs.capture == "startup":
             try:
                 self._start(progress)

@@ -101,7 +101,7 @@ class Lifecycle(ABC):
         device, is_gathered = self.device.device, self.attention.is_gathered
         self.sizes = settle_sizes(self.config, self.facts, device, is_gathered=is_gathered)
         if sizing.is_measured(self.config, device):
-            self.estimate = self.measure()
+            self.estimate = self._measure(self.lane)
             budget = self.config.graphs.memory_budget
             reserve = self.estimate.within(None if budget is None else parse_bytes(budget, "memory_budget"))
             self.sizes = settle_sizes(self.config, self.facts, device, is_gathered=is_gathered, reserve_bytes=reserve)
@@ -111,20 +111,27 @@ class Lifecycle(ABC):
         """Makes a few recordings of each phase over a small cache, in a lane of their own, and throws them away again.
         Nothing of the engine changes."""
         with self._lock:
-            return self._measure()
+            lane = Lane(self.device)
+            try:
+                return self._measure(lane)
+            finally:
+                lane.close()
 
-    def _measure(self) -> Estimate:
+    def _measure(self, lane: Lane) -> Estimate:
+        """In a lane without recordings, which is given back empty. At start-up it is the engine's own, so that workspaces of
+        libraries, which are kept by stream, are made once."""
         kept: dict[str, Any] = {name: vars(self)[name] for name in ("cache", "lane") if name in vars(self)}
-        self.lane = Lane(self.device)
+        self.lane = lane
         self.cache = make_cache(self.facts, sizing.FEW_PAGES, self.device.device)
         runners: tuple[BatchRunner, ...] = ()
         try:
             runners = self._make_runners()[1:]
-            return sizing.measure(runners, self.sizes, self.facts.vocab_size, self.lane)
+            return sizing.measure(runners, self.sizes, self.facts.vocab_size, lane)
         finally:
             for runner in runners:
                 runner.close()
-            self.lane.close()
+            with lane.exclusive():
+                lane.release()
             self.cache.close()
             vars(self).update(kept)
             self.device.flush()
@@ -287,7 +294,7 @@ class Lifecycle(ABC):
             records = [record for runner in self.runners for record in runner.store.records()]
             static: dict[str, int] = {runner.phase: runner.static_bytes for runner in self.runners}
             found = ledger_of(self.lane, records, static=static, readings=self._readings)
-            return found if self.estimate is None else found.with_note(self.estimate.compared(found))
+            return found if self.estimate is None else found.with_notes(*self.estimate.compared(found))
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

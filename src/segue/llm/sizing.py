@@ -1,9 +1,9 @@
 """How large the KV cache may be: what else needs memory is measured first, and the cache gets the rest.
 
 Graphs, static inputs and the largest eager pass are needed beside the cache, and how much they take is only known from
-running them. So start-up makes a cache of a few pages and runners over it, in a lane of its own: the largest passes run
-eagerly for their peak, a few recordings of each phase are made, and everything is thrown away again. What was left
-running (kernels that the driver loaded, workspaces of libraries) is needed anyway, and is in use when the cache is sized.
+running them. So start-up makes a cache of a few pages and runners over it: the largest passes run eagerly for their peak,
+a few recordings of each phase are made, and everything is thrown away again. What stays (kernels that the driver loaded,
+workspaces of libraries) is needed anyway, and is in use when the cache is sized.
 
 The dummy batches of a capture use two reserved pages alone, which is why a few pages are enough. A measurement draws no
 random numbers of the caller's and counts no decision.

@@ -36,6 +36,13 @@ class FamilySample:
     """what the second one takes; 0 where only one was sampled"""
     driver_bytes: float
     """the mean of all samples"""
+    pool_bytes: int = 0
+    """what the samples made a pool grow by that families sampled before had already grown"""
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the family's graphs will add to the pool, and take of the driver."""
+        return self.pool_bytes + round(self.driver_bytes * self.num_graphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +88,17 @@ class Estimate:
             "total_bytes": self.total_bytes,
         }
 
-    def compared(self, actual: Ledger) -> str:
-        """One line: both estimates beside what the graphs took in the end."""
+    def compared(self, actual: Ledger) -> tuple[str, ...]:
+        """Both estimates beside what the graphs took: a line for all, and one a family where there are several."""
         took = actual.budget_bytes
         ours, usual = (f"{format_bytes(n)} ({error_text(n, took)})" for n in (self.graph_bytes, self.formula_bytes))
-        return f"graphs took {format_bytes(took)}; estimated {ours}, by the usual formula {usual}"
+        lines = [f"graphs took {format_bytes(took)}; estimated {ours}, by the usual formula {usual}"]
+        for row in actual.families if len(actual.families) > 1 else ():
+            estimated = next((f.graph_bytes for f in self.families if f.family == row.family), 0)
+            took = row.own_bytes + row.driver_bytes
+            error = error_text(estimated, took)
+            lines.append(f"  {row.family}: took {format_bytes(took)}, estimated {format_bytes(estimated)} ({error})")
+        return tuple(lines)
 
 
 def formula(families: Sequence[tuple[int, int, int]]) -> int:
@@ -101,7 +114,8 @@ def family_sample(family: str, records: Sequence[GraphRecord], num_graphs: int) 
         return FamilySample(family, 0, 0, 0, 0.0)
     first = max(records[0].pool_bytes, records[0].peak_bytes) + records[0].driver_bytes
     marginal = records[1].pool_bytes + records[1].driver_bytes if len(records) > 1 else 0
-    return FamilySample(family, num_graphs, first, marginal, sum(r.driver_bytes for r in records) / len(records))
+    driver_bytes = sum(r.driver_bytes for r in records) / len(records)
+    return FamilySample(family, num_graphs, first, marginal, driver_bytes, sum(r.pool_bytes for r in records))
 
 
 def sampled(count: int) -> list[int]:

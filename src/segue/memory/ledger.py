@@ -99,9 +99,9 @@ class Ledger:
         """What a budget counts: the pools' high water, and the driver's bytes of the executable graphs."""
         return self.pool_bytes + self.driver_bytes
 
-    def with_note(self, note: str) -> Ledger:
-        """The same, with one more line below."""
-        return replace(self, notes=(*self.notes, note))
+    def with_notes(self, *notes: str) -> Ledger:
+        """The same, with more lines below."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
