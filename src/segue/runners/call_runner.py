@@ -48,6 +48,7 @@ class CallRunner:
         self.options = dispatch.options
         self.eager: Counter[Reason] = Counter()
         self.captures = 0
+        self._verify_every = dispatch.options.verify_every
         self.run: Callable[..., Any] = dispatch.function
         if self.options.inference:
             self.run = _without_grad(dispatch.function)
@@ -101,10 +102,11 @@ class CallRunner:
                 record.padded += sum(a.rung for a in padded.axes)
                 if any([a.real != a.rung for a in padded.axes]):
                     cut_rows = functools.partial(cut, axes=padded.axes)
-            for stream in site.readers:
-                lane.device.order(stream, lane.device.current_stream())
-            site.readers.clear()
-            if self.options.verify_every and not entry.unverified and self._is_due(entry):
+            if site.readers:
+                for stream in site.readers:
+                    lane.device.order(stream, lane.device.current_stream())
+                site.readers.clear()
+            if self._verify_every and not entry.unverified and self._is_due(entry):
                 token = plainly_because.set(Reason.CAPTURING)
                 return self._verified(site, entry, call, args, kwargs, cut_rows)
             if graph.has_breaks:
@@ -194,7 +196,7 @@ class CallRunner:
         return self._answer(answer)
 
     def _is_due(self, entry: Entry) -> bool:
-        every = self.options.verify_every
+        every = self._verify_every
         return entry.since_capture == 1 if every < 0 else entry.since_capture % every == 0
 
     def _plain(self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
