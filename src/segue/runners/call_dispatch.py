@@ -46,7 +46,7 @@ class Site:
 
     def __init__(self, device: torch.device, options: Options) -> None:
         self.lane = Lane(get_device(device))
-        self.backend: Backend = make_backend(options.backend, self.lane)
+        self.backend: Backend = make_backend(options.recorder, self.lane)
         self.store = CallStore(options.max_graphs, options.budget_bytes, self.lane, may_reset=options.outputs != "view")
         self.readers: list[Any] = []
         """streams that leases were named to be read on"""

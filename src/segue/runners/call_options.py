@@ -12,6 +12,7 @@ from segue.memory.sizes import parse_bytes
 from segue.runners.call_padding import Pad
 
 BACKENDS = ("breakable", "full", "disabled")
+DEBUG = (None, "forward", "ops")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +25,9 @@ class Options:
     as `copy_to(target)`, which is called before the next replay may run and must not keep it. `max_graphs` and
     `memory_budget` (bytes, or "2GiB") bound the recordings of one device. `min_hits`: which call of a kind is recorded.
     `verify`: ``"first"`` or ``"every:N"`` replays are compared with eager. `strict` raises where a call would run eagerly
-    (first calls excepted). `inference` runs everything under `torch.no_grad()`, whatever requires grad.
+    (first calls excepted). `inference` runs everything under `torch.no_grad()`, whatever requires grad. `debug`, for finding
+    a fault: ``"forward"`` (each call is one eager break, on the same static inputs and by the same path as a graph) or
+    ``"ops"`` (a graph for each operation; `segue.bisect` compares them one by one).
     """
 
     backend: str = "breakable"
@@ -36,10 +39,13 @@ class Options:
     verify: str | None = None
     strict: bool = False
     inference: bool = False
+    debug: Literal["forward", "ops"] | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}")
+        if self.debug not in DEBUG:
+            raise ConfigError(f"debug is {self.debug!r}; choose None, 'forward' or 'ops'")
         if self.outputs not in ("clone", "view") and not callable(self.outputs):
             raise ConfigError(f"outputs is {self.outputs!r}; choose 'clone', 'view', or give a function of the output")
         for name in ("max_graphs", "min_hits"):
@@ -50,6 +56,11 @@ class Options:
             parse_bytes(self.memory_budget, "memory_budget")
         if self.verify not in (None, "first") and not re.fullmatch(r"every:[1-9]\d*", str(self.verify)):
             raise ConfigError(f"verify is {self.verify!r}; choose None, 'first' or 'every:N'")
+
+    @property
+    def recorder(self) -> str:
+        """The name of the backend that records."""
+        return "ops" if self.debug == "ops" else "breakable" if self.debug == "forward" else self.backend
 
     @property
     def budget_bytes(self) -> int | None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from segue.errors import StrictModeError
-from segue.graph import Call, calling
+from segue.graph import Call, calling, eager_on_graph
 from segue.graph.lease import Cut, Lease
 from segue.observe.decision import Reason
 from segue.runners.admission import CHANGED_CONTAINER, Admission, admit, keeps_arguments
@@ -52,6 +52,8 @@ class CallRunner:
         self.run: Callable[..., Any] = dispatch.function
         if self.options.inference:
             self.run = _without_grad(dispatch.function)
+        self._recorded = self.run if self.options.debug != "forward" else _as_one_break(self.run)
+        """what is recorded: in debug mode the whole call as one break"""
         self._lock = threading.Lock()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,7 +162,9 @@ class CallRunner:
                 return None
             token = plainly_because.set(Reason.CAPTURING)
             try:
-                admission = admit(self.run, self.dispatch.function, site.backend, entry.shape, call, padded, args, kwargs)
+                admission = admit(
+                    self._recorded, self.dispatch.function, site.backend, entry.shape, call, padded, args, kwargs
+                )
             finally:
                 plainly_because.reset(token)
             entry.operations = max(admission.operations, 1)
@@ -224,6 +228,14 @@ class CallRunner:
 
 def _effects(admission: Admission) -> str:
     return "; ".join(admission.effects)
+
+
+def _as_one_break(function: Callable[..., Any]) -> Callable[..., Any]:
+    @eager_on_graph
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return forward
 
 
 def _without_grad(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ class GraphedCallable:
         if why is not None:
             return CallDecision(None, "disabled", why[0], real, real, why[1])
         assert found.entry is not None
-        return CallDecision(found.entry.shape, self._options.backend, None, real, rung, "; ".join(found.entry.effects))
+        return CallDecision(found.entry.shape, self._options.recorder, None, real, rung, "; ".join(found.entry.effects))
 
     def capture(self, *args: Any, **kwargs: Any) -> CallCaptureReport:
         """One real call, recorded now if it can be; `.output` is its answer.
