@@ -214,6 +214,11 @@ def is_observed() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def has_function_modes() -> bool:
+    """Whether a function mode is active in this thread (`torch.device("cuda")` as a context is one)."""
+    return bool(torch._C._len_torch_function_stack())
+
+
 def default_device() -> Any:
     """The device of tensors made without one; None where nobody changed it."""
     if not torch._C._len_torch_function_stack():

@@ -31,7 +31,7 @@ from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import Fresh, build_output, delivery
-from segue.graph.guard import capturing
+from segue.graph.guard import CaptureInterrupted, capturing, interruption
 from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import OutsideAccess, Ownership, escape_error
 from segue.graph.ranges import ranged, wants_ranges
@@ -332,6 +332,7 @@ class _CaptureWatch:
     ) -> None:
         self._traced = trace.operations
         self._after = after
+        self._should_stop = interruption.get()
         self._index = 0
         self.is_paused = False
         self.difference: Difference | None = None
@@ -350,6 +351,8 @@ class _CaptureWatch:
     def __call__(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.is_paused:
             return
+        if self._should_stop is not None and self._should_stop():
+            raise CaptureInterrupted
         self.outside.note(op, args, kwargs, result)
         location = user_line()
         index, self._index = self._index, self._index + 1

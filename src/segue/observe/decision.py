@@ -36,6 +36,7 @@ class Reason(Enum):
     SLOWER = "slower"
     MISMATCH = "mismatch"
     CAPTURING = "capturing"
+    IN_BACKGROUND = "in_background"
     DEBUG = "debug"
     OTHER_DEVICE = "other_device"
     UNSAFE_EFFECTS = "unsafe_effects"

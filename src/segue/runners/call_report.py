@@ -89,6 +89,7 @@ class CallReport:
             "evictions": self.evictions,
             "eager": dict(self.eager),
             "refused": [{"key": k, "reason": r, "detail": d} for k, r, d in self.refused],
+            "notes": list(self.notes),
             "pool_bytes": self.pool_bytes,
             "used_bytes": self.used_bytes,
             "budget_bytes": self.budget_bytes,
@@ -112,6 +113,7 @@ class CallReport:
         ]
         lines += [f"{row.record.key}: unverified: {row.unverified}" for row in self.rows if row.unverified]
         lines += [f"{key}: {reason}: {detail}" for key, reason, detail in self.refused]
+        lines += self.notes
         return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -45,7 +45,7 @@ class GraphedCallable:
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """The plain function, whatever was recorded. Counts nothing."""
-        return self._runner.run(*args, **kwargs)
+        return self._runner.run_eagerly(args, kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> CallDecision:
         """What `step(*args, **kwargs)` would do now, and why. Runs nothing and counts nothing."""
@@ -105,7 +105,15 @@ class GraphedCallable:
             pool_bytes=pool_bytes,
             used_bytes=used_bytes,
             budget_bytes=self._options.budget_bytes,
+            notes=tuple(self._notes()),
         )
+
+    def _notes(self) -> Iterator[str]:
+        if self._options.capture == "background":
+            for device, site in list(self._dispatch.sites.items()):
+                why = site.lane.device.why_not_beside_others()
+                if why:
+                    yield f"capture='background' is lazy on {device}: {why}"
 
     def freeze(self) -> None:
         """From now on nothing is recorded: calls without a recording run eagerly (`not_captured`)."""
@@ -113,6 +121,7 @@ class GraphedCallable:
 
     def close(self) -> None:
         """Closes every recording and gives their memory back. Later calls run eagerly (`disabled`)."""
+        self._runner.stop()
         self._dispatch.close()
 
     def __enter__(self) -> GraphedCallable:
