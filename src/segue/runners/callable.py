@@ -172,16 +172,39 @@ class GraphedCallable:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
         """A wrapper of the copied callable, with no recordings."""
-        return GraphedCallable(copy.deepcopy(self._function, memo), self._options)
+        return type(self)(copy.deepcopy(self._function, memo), self._options)
 
     def __reduce__(self) -> Any:
         """Without recordings; an object's methods are wrapped anew."""
         if isinstance(self._function, MethodType):
             return type(None), ()
-        return GraphedCallable, (self._function, self._options)
+        return type(self), (self._function, self._options)
 
     def __repr__(self) -> str:
         return f"segue.graph({self._name}, backend={self._options.backend!r})"
+
+
+class GraphedModule(GraphedCallable, torch.nn.Module):
+    """A module with its recordings: in every way but its call it is the module that it wraps. Kept in an attribute of
+    another module it is a child of that, with the wrapped module's parameters under the wrapped module's names."""
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return self.module.training
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: GraphedModule, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        result = getattr(module, name)(*args, **kwargs)
+        return self if result is module else result
+
+    return method
+
+
+for _name, _value in vars(torch.nn.Module).items():
+    if callable(_value) and not _name.startswith("__"):  # the module's own class may override any of them
+        setattr(GraphedModule, _name, _delegate(_name))
 
 
 def _row(entry: Entry) -> GraphRow | None:
@@ -204,7 +227,8 @@ def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         return lambda f: graph(f, **options)
     if not callable(function):
         raise TypeError(f"segue.graph wraps callables, not {type(function).__name__}")
-    return GraphedCallable(function, checked)
+    kind = GraphedModule if isinstance(function, torch.nn.Module) else GraphedCallable
+    return kind(function, checked)
 
 
 __all__ = ["GraphedCallable", "disabled", "graph"]
