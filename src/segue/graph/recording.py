@@ -194,6 +194,8 @@ class Recorder:
             CaptureError: the pass cannot be recorded; what is at fault is named.
             Exception: what `forward` itself raised, unchanged.
         """
+        if self._trace.refusal is not None:
+            raise self._trace.refusal
         if self._trace.has_backward:
             raise CaptureError(
                 "the pass was run with grad mode on and its result requires grad: a recording has no backward. Record it "
