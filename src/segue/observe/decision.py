@@ -33,7 +33,6 @@ class Reason(Enum):
     OVER_BUDGET = "over_budget"
     EVICTED = "evicted"
     REBOUND = "rebound"
-    SLOWER = "slower"
     MISMATCH = "mismatch"
     CAPTURING = "capturing"
     IN_BACKGROUND = "in_background"

@@ -177,6 +177,8 @@ class CallRunner:
             else:
                 is_due = site.store.has_room(entry)
                 reason, detail = Reason.OVER_BUDGET, "busier shapes hold all of max_graphs"
+                if not is_due:
+                    entry.reason, entry.detail = reason, detail
         if is_due:
             admission = self._admit(site, entry, call, padded, args, kwargs)
             if admission is None:  # another thread recorded it

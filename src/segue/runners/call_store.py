@@ -144,6 +144,7 @@ class CallStore:
         """Closes one recording; its calls run eagerly for `reason` until it is recorded again."""
         graph = self.recorded.pop(entry)
         entry.graph, entry.reason = None, reason
+        entry.detail = "it made room for a busier kind of call" if reason is Reason.EVICTED else ""
         if reason in (Reason.EVICTED, Reason.OVER_BUDGET):
             self.evictions += 1
         graph.close()
