@@ -1,6 +1,6 @@
 """Host time of one `segue.graph` call, and what each of its checks costs.
 
-    python benchmarks/call_overhead.py [--device cuda] [--parameters 300] [--inputs 4] [--rounds 2000]
+    python benchmarks/call_overhead.py [--device cuda] [--parameters 300] [--inputs 4] [--rounds 2000] [--json FILE]
 
 *By hand* is the same work without Segue: one grouped copy into static inputs, the raw replay, a clone of the output. The
 call is measured beside it, round by round, so that a slow moment of the machine hits both; medians. Then each part of the
@@ -10,13 +10,15 @@ call is measured alone. On CUDA the device is left to run behind: what is measur
 from __future__ import annotations
 
 import argparse
-import platform
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from common import describe_machine
 
 import segue
 from segue.graph.modes import kernel_modes
@@ -58,6 +60,9 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=300)
     parser.add_argument("--inputs", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures, in microseconds, with what they were measured on"
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -84,11 +89,11 @@ def main() -> None:
             site.lane.leave()
 
         parts: dict[str, Callable[[], Any]] = {
-            "key of the arguments": lambda: scan(inputs, {}, lambda: device),
+            "a call that looks as an earlier one": lambda: step._dispatch.find(inputs, {}),
             "  of that, modes that select kernels": lambda: kernel_modes(device.type),
+            "key of the arguments, where it does not": lambda: scan(inputs, {}, lambda: device),
             "looking the key up": lambda: entries.get(key),
-            "all that before the recording": lambda: step._dispatch.find(inputs, {}),
-            "parameters, buffers, attributes unmoved": graph.audit.holds,
+            "parameters, buffers, attributes, hooks": graph.audit.holds,
             "arguments fit static inputs": lambda: graph.cannot_answer(call.tensors),
             "taking and leaving the lane": lane,
             "copying the inputs in": lambda: graph.static.load(call.tensors),
@@ -104,17 +109,17 @@ def main() -> None:
         eager = microseconds(lambda: model(*inputs), options.rounds // 4, sync)
         costs = {name: microseconds(part, options.rounds // 4, sync) for name, part in parts.items()}
     call_us, hand_us = statistics.median(whole), statistics.median(hand)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    machine = describe_machine(device)
+    beyond = {"eager": eager, "by hand": hand_us, "segue.graph": call_us, "beyond by hand": call_us - hand_us}
     sizes = f"{options.parameters} parameters, {options.inputs} inputs, n = {options.rounds}"
-    print(f"{name}, torch {torch.__version__}; {sizes}")
+    print(f"{machine['device']} ({machine['cpu']}), torch {machine['torch']}; {sizes}")
     rows = [[part, f"{cost:.2f}"] for part, cost in costs.items()]
-    rows += [
-        ["eager", f"{eager:.2f}"],
-        ["by hand: grouped copy, raw replay, clone", f"{hand_us:.2f}"],
-        ["segue.graph", f"{call_us:.2f}"],
-        ["segue.graph beyond by hand", f"{call_us - hand_us:.2f}"],
-    ]
+    rows += [[what, f"{us:.2f}"] for what, us in beyond.items()]
     print(format_table(["one call", "host us"], rows))
+    if options.json is not None:
+        asked = {"parameters": options.parameters, "inputs": options.inputs, "rounds": options.rounds}
+        report = {"machine": machine, **asked, "parts_us": costs, "calls_us": beyond}
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from segue.graph import break_graph, current, eager_on_graph
 from segue.graph.lease import Lease, copy_to
 from segue.memory.workspace import Workspace
 from segue.observe.decision import Decision, Reason
+from segue.runners.call_bisect import bisect
 from segue.runners.call_padding import Pad
 from segue.runners.callable import disabled, graph  # `segue.graph` is this function; the folder of that name is private
 
@@ -18,6 +19,7 @@ __all__ = [
     "Reason",
     "SegueError",
     "Workspace",
+    "bisect",
     "break_graph",
     "copy_to",
     "current",

@@ -623,3 +623,28 @@ def test_named_steps_replay_as_others_do(lane: Lane, monkeypatch: pytest.MonkeyP
     for _ in range(2):
         x.normal_()
         torch.testing.assert_close(replay(lane, run), (x * 2 + 1) * 3, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", ["result", "argument"])
+def test_a_sparse_tensor_at_a_break_is_refused_clearly_and_the_call_answers(side: str, lane: Lane) -> None:
+    x = torch.eye(4, device=lane.device.device)
+    if side == "result":
+        body = segue.eager_on_graph(lambda y: y.to_sparse())
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return body(x * 2).to_dense() + 1
+    else:
+        body = segue.eager_on_graph(lambda s: s.to_dense())
+        sparse = x.to_sparse()
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return body(sparse) * 2 * x + 1
+
+    with pytest.raises(CaptureError, match="sparse_coo tensor"):
+        record(lane, lambda: forward(x), "breakable")
+    step = segue.graph(forward)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(step(x), forward(x))
+    assert step.report().eager == {"first_seen": 1, "capture_failed": 2}
+    assert "sparse_coo" in str(step.report())

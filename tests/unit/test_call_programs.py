@@ -58,12 +58,13 @@ def _writing(a: torch.Tensor) -> None:
 class Program(torch.nn.Module):
     """Runs steps on its arguments, a buffer, a weight and a tensor in a list; returns the last tensors, nested."""
 
-    def __init__(self, steps: list[tuple[str, int, int]]) -> None:
+    def __init__(self, steps: list[tuple[str, int, int]], device: str) -> None:
         super().__init__()
         self.steps = steps
         self.weight = torch.nn.Parameter(torch.ones(2, WIDTH))
         self.register_buffer("state", torch.zeros(2, WIDTH))
-        self.held = [torch.full((3, WIDTH), 0.5)]
+        self.held = [torch.full((3, WIDTH), 0.5, device=device)]
+        self.to(device)
 
     def forward(self, first: torch.Tensor, *rest: torch.Tensor, more: dict[str, Any] | None = None) -> Any:
         found = [first, *rest, *((more or {}).get("t") or ()), self.get_buffer("state"), self.held[0], self.weight * 1]
@@ -81,15 +82,15 @@ class Program(torch.nn.Module):
         return {"last": found[-1], "all": (found[-2], [found[-3], len(found)]), "sum": found[-1].sum()}
 
 
-ARGUMENTS: list[Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = [
-    lambda: ((torch.randn(2, WIDTH),), {}),
-    lambda: ((torch.randn(3, WIDTH),), {}),
-    lambda: ((torch.randn(2, WIDTH), torch.randn(2, WIDTH)), {}),
-    lambda: ((torch.randn(2, WIDTH),) * 2, {}),
-    lambda: (tuple(_overlapping()), {}),
-    lambda: ((torch.randn(WIDTH, 2).t(),), {"more": {"t": [torch.randn(3, WIDTH)]}}),
-    lambda: ((torch.randn(2, WIDTH),), {"more": {"t": [torch.randn(3, WIDTH)], "n": 2}}),
-    lambda: ((torch.randn(4, WIDTH)[::2],), {}),
+ARGUMENTS: list[Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]] = [
+    lambda d: ((torch.randn(2, WIDTH, device=d),), {}),
+    lambda d: ((torch.randn(3, WIDTH, device=d),), {}),
+    lambda d: ((torch.randn(2, WIDTH, device=d), torch.randn(2, WIDTH, device=d)), {}),
+    lambda d: ((torch.randn(2, WIDTH, device=d),) * 2, {}),
+    lambda d: (tuple(_overlapping(d)), {}),
+    lambda d: ((torch.randn(WIDTH, 2, device=d).t(),), {"more": {"t": [torch.randn(3, WIDTH, device=d)]}}),
+    lambda d: ((torch.randn(2, WIDTH, device=d),), {"more": {"t": [torch.randn(3, WIDTH, device=d)], "n": 2}}),
+    lambda d: ((torch.randn(4, WIDTH, device=d)[::2],), {}),
 ]
 MODES = (torch.no_grad, torch.inference_mode)
 CHANGES = ("nothing",) * 6 + ("weight", "data", "held", "disabled", "in place")
@@ -107,19 +108,19 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def _overlapping() -> list[torch.Tensor]:
-    base = torch.randn(3, WIDTH)
+def _overlapping(device: str) -> list[torch.Tensor]:
+    base = torch.randn(3, WIDTH, device=device)
     return [base[:2], base[1:]]
 
 
 def _change(model: Program, change: str) -> None:
     with torch.no_grad():
         if change == "weight":
-            model.weight = torch.nn.Parameter(torch.full((2, WIDTH), 0.75))
+            model.weight = torch.nn.Parameter(torch.full_like(model.weight, 0.75))
         elif change == "data":
-            model.get_buffer("state").data = torch.full((2, WIDTH), 0.1)
+            model.get_buffer("state").data = torch.full_like(model.weight, 0.1)
         elif change == "held":
-            model.held[0] = torch.full((3, WIDTH), 0.3)
+            model.held[0] = torch.full_like(model.held[0], 0.3)
         elif change == "in place":
             model.weight.mul_(0.5)
 
@@ -131,21 +132,23 @@ def _copies(args: Any, kwargs: Any) -> list[Any]:
     return [copy.deepcopy((args, kwargs)) for _ in range(2)]
 
 
-def check(steps: list[tuple[str, int, int]], calls: list[tuple[int, bool, str]], options: dict[str, Any]) -> None:
-    ours, theirs = Program(steps), Program(steps)
+def check(
+    steps: list[tuple[str, int, int]], calls: list[tuple[int, bool, str]], options: dict[str, Any], device: str = "cpu"
+) -> None:
+    ours, theirs = Program(steps, device), Program(steps, device)
     step = segue.graph(ours, inference=True, **options)
     kept = []
     for index, (kind, is_inference, change) in enumerate(calls):
         for model in (ours, theirs):
             _change(model, change)
         with MODES[is_inference](), segue.disabled() if change == "disabled" else contextlib.nullcontext():
-            (args, kwargs), (their_args, their_kwargs) = _copies(*ARGUMENTS[kind]())
+            (args, kwargs), (their_args, their_kwargs) = _copies(*ARGUMENTS[kind](device))
             torch.manual_seed(index)
             try:
                 expected, error = theirs(*their_args, **their_kwargs), None
             except RuntimeError as raised:
                 expected, error = None, raised
-            their_state = torch.get_rng_state()
+            their_state = _random_state(device)
             torch.manual_seed(index)
             if error is not None:
                 with pytest.raises(RuntimeError):
@@ -155,12 +158,12 @@ def check(steps: list[tuple[str, int, int]], calls: list[tuple[int, bool, str]],
             same(got, expected)
             same((args, kwargs), (their_args, their_kwargs))
             same([ours.state, ours.held, ours.weight.detach()], [theirs.state, theirs.held, theirs.weight.detach()])
-            assert torch.equal(torch.get_rng_state(), their_state)
+            assert torch.equal(_random_state(device), their_state)
             written = [*args, ours.state, ours.held[0]]
             if not any(_shares(leaf, written) for leaf in _tensors(got)):
                 kept.append((got, [t.clone() for t in _tensors(got)]))
-        churn(step._dispatch.sites[torch.device("cpu")].lane.device, collect=False) if step._dispatch.sites else None
         for site in step._dispatch.sites.values():
+            churn(site.lane.device, collect=False)
             poison(site.lane)
     for got, values in kept:
         same(_tensors(got), values)
@@ -176,6 +179,10 @@ def check(steps: list[tuple[str, int, int]], calls: list[tuple[int, bool, str]],
         "evicted",
     }
     step.close()
+
+
+def _random_state(device: str) -> torch.Tensor:
+    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -204,3 +211,16 @@ def test_many_programs_through_segue_graph_are_eagers(
     steps: list[tuple[str, int, int]], calls: list[tuple[int, bool, str]], options: dict[str, Any]
 ) -> None:
     check(steps, calls, options)
+
+
+_ON_A_GPU = st.tuples(st.sampled_from(sorted(set(STEPS) - {"product"})), st.integers(0, 9), st.integers(0, 9))
+"""without matrix products, whose kernels may depend on how arguments are aligned"""
+
+
+@pytest.mark.gpu
+@given(steps=st.lists(_ON_A_GPU, min_size=1, max_size=8), calls=CALLS, options=OPTIONS)
+@settings(max_examples=60, deadline=None, suppress_health_check=HEALTH)
+def test_programs_on_a_gpu_are_eagers(
+    steps: list[tuple[str, int, int]], calls: list[tuple[int, bool, str]], options: dict[str, Any]
+) -> None:
+    check(steps, calls, options, "cuda")

@@ -716,3 +716,72 @@ def test_a_view_of_a_padded_argument_comes_back(view: Any, new: Any) -> None:
         x = new(rows, 3)
         _, doubled = step(x)
         same(doubled, x * 2)
+
+
+# -- a wrapped module inside another ----------------------------------------------------------------------------------
+
+
+class Parent(torch.nn.Module):
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.inner = wrap(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(x))
+
+
+@pytest.mark.parametrize("is_recorded_too", [False, True])
+def test_a_wrapped_module_in_an_attribute_is_a_child_of_its_parent(is_recorded_too: bool, device: Device, new: Any) -> None:
+    plain, parent = Parent(lambda m: m).eval(), Parent(segue.graph).eval()
+    assert isinstance(parent.inner, torch.nn.Module)
+    assert list(parent.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in parent.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    parent.load_state_dict(plain.state_dict())
+    plain.to(device.device), parent.to(device.device)
+    outer = segue.graph(parent) if is_recorded_too else parent
+    inner = parent.inner
+    for _ in range(4):
+        x = new(3, 4)
+        same(outer(x), plain(x))
+    assert (outer if is_recorded_too else inner).report().replays == 2
+    new_state = {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in plain.state_dict().items()}
+    new_state["inner.1.running_var"].abs_()
+    for model in (plain, parent):
+        model.load_state_dict({k: v.clone() for k, v in new_state.items()}, assign=True)
+    for _ in range(4):
+        x = new(3, 4)
+        same(outer(x), plain(x))
+    assert inner.training is False and parent.train() is parent and inner.training and inner.module[1].training
+    assert inner.eval() is inner and not inner.module.training
+    parent.double()
+    assert all(p.dtype == torch.float64 for p in inner.parameters())
+    x = new(2, 4).double()
+    same(parent(x), plain.double()(x))
+    assert len(torch.nn.Sequential(segue.graph(torch.nn.Linear(2, 2)))) == 1
+    again = copy.deepcopy(parent)
+    assert isinstance(again.inner, type(inner)) and again.inner.module is not inner.module
+
+
+def test_a_wrapped_module_keeps_what_its_class_overrides(new: Any) -> None:
+    class Own(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"calls": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.loaded = state
+
+        def train(self, mode: bool = True) -> Any:
+            return super().train(False)
+
+    step = segue.graph(Own(3, 3))
+    assert step.state_dict()["_extra_state"] == {"calls": 3}
+    step.load_state_dict(step.state_dict())
+    assert step.module.loaded == {"calls": 3}
+    assert not step.train().training
+    seen: list[int] = []
+    handle = step.register_forward_hook(lambda *_: seen.append(1))
+    step.eager(torch.ones(1, 3))
+    handle.remove()
+    assert seen == [1]
+    same(step.forward(torch.ones(1, 3)), step.module(torch.ones(1, 3)))

@@ -691,6 +691,16 @@ def test_f25_five_hundred_lengths_and_a_skewed_mix_stay_bounded(device: Device) 
     assert report.replays - before.replays >= 290 and report.captures - before.captures <= 4
     assert len(report.rows) <= 8 and report.used_bytes <= budget
     assert report.eager["first_seen"] >= 500 and "over_budget" in report.eager
+    recorded = {row["key"] for row in report.to_dict()["graphs"]}
+    eager = {row["key"]: row for row in report.to_dict()["refused"]}
+    assert len(eager) == 500 - len(recorded) and not recorded & set(eager), (
+        "the report says of each length what became of it"
+    )
+    assert {row["reason"] for row in eager.values()} <= {"over_budget", "evicted"}
+    assert all(row["detail"] for row in eager.values())
+    assert f"and {len(eager) - 40} more kinds of call" in str(report)
+    decisions = [step.explain(made[n]) for n in (7, 8, 9, 10)]
+    assert all(d.is_replay for d in decisions)
 
 
 def test_f25_a_shape_over_the_budget_runs_eagerly_and_gives_its_memory_back(device: Device) -> None:

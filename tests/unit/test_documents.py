@@ -33,6 +33,14 @@ def test_the_core_example_replays(capsys: pytest.CaptureFixture[str]) -> None:
     assert row.split()[4:6] == ["2", "1"], "segments and breaks"
 
 
+def test_the_page_on_wrong_answers_finds_its_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    exec(compile(block, "debugging.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "operation 1, aten.mul.Tensor at debugging.md:9 in model, differs by up to 2" in printed
+
+
 def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):

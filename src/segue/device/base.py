@@ -162,6 +162,10 @@ class Device(ABC):
         On CUDA torch's own peak statistics start again, and what other threads allocate meanwhile counts as well.
         """
 
+    def why_not_beside_others(self) -> str:
+        """Why a capture in one thread might hurt other threads' work on the device; empty where it does not."""
+        return ""
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A normal tensor over the same memory that keeps nothing alive: its storage spans exactly the tensor."""
         if torch.is_inference_mode_enabled():

@@ -15,7 +15,9 @@ Tried on torch 2.11 with CUDA 13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -92,6 +94,11 @@ class CudaDevice(Device):
         if free < cached + _SPARE_BYTES:
             self.flush()
 
+    def why_not_beside_others(self) -> str:
+        if _can_draw_beside_capture(self.device.index):
+            return ""
+        return f"with torch {torch.__version__}, random draws of other threads on this device fail while one thread captures"
+
     def driver_used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
@@ -115,6 +122,35 @@ class CudaDevice(Device):
     def _allocated(self) -> dict[str, int]:
         stats: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
         return stats
+
+
+@functools.lru_cache
+def _can_draw_beside_capture(index: int) -> bool:
+    """Tried out once: a capture is opened, and another thread draws a number. The generator is put back."""
+    device = torch.device("cuda", index)
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    state = torch.cuda.get_rng_state(device)
+    failures: list[RuntimeError] = []
+
+    def draw() -> None:
+        try:
+            torch.rand(1, device=device)
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=draw)
+    with torch.inference_mode(False), torch.no_grad(), without_modes(), torch.cuda.stream(stream):
+        held = torch.zeros(1, device=device)
+        graph.capture_begin(capture_error_mode=_MODE)
+        try:
+            held.add_(1)
+            thread.start()
+            thread.join()
+        finally:
+            graph.capture_end()
+    graph.reset()
+    torch.cuda.set_rng_state(state, device)
+    return not failures
 
 
 class CudaPool:

@@ -4,10 +4,10 @@ A recording holds addresses. Copying *into* a weight simply works, but `load_sta
 a new Parameter, a merged LoRA put the weight elsewhere, and the recording, which keeps the old memory alive, would go on
 with old values. So every call compares what the callable reaches with what it reached at the capture.
 
-The hard part is the price: 300 parameters must cost some 30 microseconds. So the loops run in C: whole parameter tables
-compare as dicts (identical values are told by identity, at once), addresses as one list. Two tables whose values differ
-fall through to `Tensor.__eq__`, which raises or says something; both mean *changed*, except for tensors of one element,
-which are therefore compared by identity apart.
+The hard part is the price: 300 parameters must cost some 15 microseconds. So the loops run in C: whole parameter tables
+compare as dicts (identical values are told by identity, at once), addresses by one gather (`_compat.Addresses`), that no
+hook was added by one `any`. Two tables whose values differ fall through to `Tensor.__eq__`, which raises or says
+something; both mean *changed*, except for tensors of one element, which are therefore compared by identity apart.
 
 Not seen: `.data =` with the same memory in another layout, and tensors that `graph.reach` does not find.
 """
@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from segue._compat import are_at, storage_handle
+from segue._compat import Addresses, storage_handle
 from segue.graph.reach import Reach
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _training = itemgetter("training")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _INDIFFERENT = frozenset(
@@ -63,25 +64,39 @@ class Audit:
         self._scalar_holders, self._scalar_keys, values = _columns([reach.links[i][:3] for i in scalars])
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
         self._tensors = [t for t in tensors.values() if t.layout is torch.strided]
-        self._addresses = [t.data_ptr() for t in self._tensors]
-        self._indices = list(range(len(self._tensors)))
+        self._addresses = Addresses(self._tensors)
+        hooks = [vars(m)[name] for m in reach.modules for name in HOOKS if name in vars(m)]
+        hooks += global_hooks()
+        self._without_hooks = [table for table in hooks if not table]
+        self._hooks = [table for table in hooks if table]
+        self._hook_snapshots = [dict(table) for table in self._hooks]
 
     def holds(self) -> bool:
         """Whether everything is where it was."""
         try:
             return (
                 self._tables == self._snapshots
-                and are_at(self._tensors, self._addresses, self._indices)
-                and all(map(is_, map(getitem, self._containers, self._keys), self._values))
-                and list(map(repr, map(getitem, self._scalar_holders, self._scalar_keys))) == self._scalars
+                and self._addresses.hold()
+                and not any(self._without_hooks)
+                and self._hooks == self._hook_snapshots
+                and (not self._keys or all(map(is_, map(getitem, self._containers, self._keys), self._values)))
+                and (not self._scalars or self._are_scalars_equal())
                 and list(map(_training, self._flag_holders)) == self._flags
             )
         except (RuntimeError, LookupError, TypeError, ValueError):  # an entry is gone, or two tensors could not be compared
             return False
 
+    def _are_scalars_equal(self) -> bool:
+        return list(map(repr, map(getitem, self._scalar_holders, self._scalar_keys))) == self._scalars
+
     def requires_grad(self) -> bool:
         """Whether a tensor of the callable now requires grad."""
         return any([t.requires_grad for t in self._tensors])
+
+
+def global_hooks() -> list[dict[int, Any]]:
+    """Tables of hooks that run at every module."""
+    return [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
 
 
 def _is_read(tensor: torch.Tensor, externals: dict[int, torch.Tensor]) -> bool:

@@ -16,13 +16,15 @@ import torch
 
 from segue.device import Device
 from segue.graph.recording import Break, Recording
+from segue.graph.state import unchanged
 from segue.graph.trace import traced
 
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """The first operation whose replay differs from eager. `largest` is the largest absolute difference, nan where only one
-    of the two is not a number; `index` counts all operations of the pass."""
+    """The first operation whose replay differs from eager. `index` counts all operations of the pass, `location` is the
+    user's line; `largest` is the largest absolute difference, nan where only one of the two is not a number, or where
+    eager does another operation at this place."""
 
     index: int
     operation: str
@@ -31,7 +33,8 @@ class Culprit:
 
     def __str__(self) -> str:
         where = self.location or "an unknown line"
-        return f"operation {self.index}, {self.operation} at {where}, differs by up to {self.largest:g}"
+        how = "is not what eager does there" if self.largest != self.largest else f"differs by up to {self.largest:g}"
+        return f"operation {self.index}, {self.operation} at {where}, {how}"
 
 
 def first_difference(recording: Recording, forward: Callable[[], Any], device: Device, *, segmented: bool) -> Culprit | None:
@@ -48,42 +51,21 @@ def first_difference(recording: Recording, forward: Callable[[], Any], device: D
     def collect(index: int, left: list[torch.Tensor]) -> None:
         results[index] = [t.detach().clone() for t in left]
 
-    with _unchanged(recording, device):
-        traced(forward, device, is_full=True, segmented=segmented, collect=collect)
+    with unchanged(recording.owned, device.device):
+        _, trace = traced(forward, device, is_full=True, segmented=segmented, collect=collect)
     for at, step in enumerate(recording.steps):
         step.replay()
         note = recording.operations.get(at)
         if note is None or isinstance(step, Break):
             continue
+        if note.index >= len(trace.operations) or trace.operations[note.index][0].name != note.operation:
+            return Culprit(note.index, note.operation, note.location, float("nan"))
         for mine, eager in zip(note.results, results.get(note.index, []), strict=False):
             if mine.shape != eager.shape or mine.dtype != eager.dtype:
                 return Culprit(note.index, note.operation, note.location, float("nan"))
             if not _is_same(mine, eager):
                 return Culprit(note.index, note.operation, note.location, _largest(mine, eager))
     return None
-
-
-class _unchanged:
-    """What the recording reads of the outside world, and the generators, are the same after the block as before."""
-
-    def __init__(self, recording: Recording, device: Device) -> None:
-        self._tensors = recording.owned
-        self._is_cuda = device.kind == "cuda"
-
-    def __enter__(self) -> None:
-        with torch.no_grad():
-            self._copies = [t.clone() for t in self._tensors]
-        self._random = torch.get_rng_state()
-        self._cuda_random = torch.cuda.get_rng_state() if self._is_cuda else None
-
-    def __exit__(self, *_: Any) -> None:
-        with torch.no_grad():
-            for tensor, copy in zip(self._tensors, self._copies, strict=True):
-                if not torch.equal(tensor, copy):
-                    tensor.copy_(copy)
-        torch.set_rng_state(self._random)
-        if self._cuda_random is not None:
-            torch.cuda.set_rng_state(self._cuda_random)
 
 
 def _is_same(mine: torch.Tensor, eager: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from segue.graph.audit import HOOKS, global_hooks
 from segue.graph.reach import Cell, Reach
 from segue.graph.tree import same_value
 
@@ -113,9 +114,8 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def hooks(reach: Reach) -> list[str]:
-    """Modules with forward hooks: a replay does not run them."""
-    return [
-        f"a forward hook of {type(m).__name__}"
-        for m in reach.modules
-        if vars(m).get("_forward_hooks") or vars(m).get("_forward_pre_hooks")
-    ]
+    """Forward hooks: a replay does not run them."""
+    tables = [(vars(m).get(name), type(m).__name__) for m in reach.modules for name in HOOKS]
+    if reach.modules:
+        tables += [(table, "every module") for table in global_hooks()]
+    return list(dict.fromkeys(f"a forward hook of {owner}" for table, owner in tables if table))

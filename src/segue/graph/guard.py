@@ -6,7 +6,7 @@ over; a `segue.graph` stays open until `freeze()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -28,6 +28,24 @@ def capturing() -> Iterator[None]:
         yield
     finally:
         _capturing.reset(token)
+
+
+class CaptureInterrupted(BaseException):
+    """A capture was asked to end. Nobody's error, and nothing that user code should catch."""
+
+
+interruption: ContextVar[Callable[[], bool] | None] = ContextVar("segue_capture_interruption", default=None)
+"""asked at each operation of a watched capture: whether to end it"""
+
+
+@contextmanager
+def interruptible(should_stop: Callable[[], bool]) -> Iterator[None]:
+    """A capture inside ends with `CaptureInterrupted` at the first operation at which `should_stop` says so."""
+    token = interruption.set(should_stop)
+    try:
+        yield
+    finally:
+        interruption.reset(token)
 
 
 class CaptureGuard:

@@ -81,7 +81,9 @@ class Reach:
         if isinstance(value, (torch.Tensor, *_PLAIN, *_OPAQUE)) or id(value) in self._seen or depth > _MAX_DEPTH:
             return
         self._seen.add(id(value))
-        if isinstance(value, torch.nn.Module):
+        if type(value).__module__ == _WRAPPER:  # what another segue.graph wraps is recorded with its caller
+            self._follow(vars(value)["_function"], depth, parent, label)
+        elif isinstance(value, torch.nn.Module):
             self._visit_module(value, depth, parent, label)
         elif isinstance(value, FunctionType):
             self._visit_function(value, depth, parent)
@@ -98,8 +100,6 @@ class Reach:
         elif isinstance(value, (set, frozenset)):
             for item in tuple(value)[:_MAX_ITEMS]:
                 self._follow(item, depth, parent, label)
-        elif type(value).__module__ == _WRAPPER:  # what another segue.graph wraps is recorded with its caller
-            self._follow(vars(value)["_function"], depth, parent, label)
         elif not type(value).__module__.startswith(_LIBRARIES):
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):

@@ -31,7 +31,7 @@ from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import Fresh, build_output, delivery
-from segue.graph.guard import capturing
+from segue.graph.guard import CaptureInterrupted, capturing, interruption
 from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import OutsideAccess, Ownership, escape_error
 from segue.graph.ranges import ranged, wants_ranges
@@ -194,6 +194,8 @@ class Recorder:
             CaptureError: the pass cannot be recorded; what is at fault is named.
             Exception: what `forward` itself raised, unchanged.
         """
+        if self._trace.refusal is not None:
+            raise self._trace.refusal
         if self._trace.has_backward:
             raise CaptureError(
                 "the pass was run with grad mode on and its result requires grad: a recording has no backward. Record it "
@@ -332,6 +334,7 @@ class _CaptureWatch:
     ) -> None:
         self._traced = trace.operations
         self._after = after
+        self._should_stop = interruption.get()
         self._index = 0
         self.is_paused = False
         self.difference: Difference | None = None
@@ -350,6 +353,8 @@ class _CaptureWatch:
     def __call__(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.is_paused:
             return
+        if self._should_stop is not None and self._should_stop():
+            raise CaptureInterrupted
         self.outside.note(op, args, kwargs, result)
         location = user_line()
         index, self._index = self._index, self._index + 1

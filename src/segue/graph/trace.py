@@ -76,6 +76,8 @@ class Trace:
     read_devices: set[torch.device] = field(default_factory=set)
     has_backward: bool = False
     """whether a result, of the pass or of a break, belongs to an autograd graph, which no recording has"""
+    refusal: CaptureError | None = None
+    """what no recording can hold"""
     shapes: ShapeMemo = field(default_factory=dict)
     streams: tuple[Any, ...] = ()
     seconds: float = 0.0
@@ -90,6 +92,7 @@ class Trace:
         self.host_reads = other.host_reads
         self.draws_random = other.draws_random
         self.has_backward = self.has_backward or other.has_backward
+        self.refusal = self.refusal or other.refusal
         self.streams = other.streams
         self.breaks = [
             replace(n, streams=o.streams, joins=o.joins) if o.streams or o.joins else n
@@ -281,6 +284,10 @@ class _TraceHandler:
             with noting as joins:
                 results, result_spec = flatten(mark.function(*args, **kwargs))
             join(self._device, joins)
+            refusal = _refusal(mark, location, (*leaves, *results))
+            if refusal is not None:
+                self._trace.refusal = refusal
+                return unflatten(result_spec, iter(results))
             output = note_output(result_spec, results, leaves)
             if watch is not None:
                 watch.note_read(leaves, by_break=True)
@@ -290,6 +297,20 @@ class _TraceHandler:
         changed = _changed_argument(spec, leaves, args, kwargs)
         self._trace.breaks.append(BreakNote(mark, spec, scalars, output, location, streams, tuple(joins), changed))
         return unflatten(result_spec, iter(results))
+
+
+def _refusal(mark: Mark, location: Location | None, leaves: tuple[Any, ...]) -> CaptureError | None:
+    """Why a break with these arguments and results cannot be recorded, if so."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            layout = str(leaf.layout).removeprefix("torch.")
+            return CaptureError(
+                f"break {mark.name} takes or returns a {layout} tensor, which has no one memory that a recording could "
+                "fill: keep it inside the break, or pass its parts",
+                operation=mark.name,
+                location=describe_line(location),
+            )
+    return None
 
 
 def _changed_argument(spec: Spec, before: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

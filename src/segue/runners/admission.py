@@ -9,7 +9,8 @@ returned with its reason, and what the second run of the body changed in Python 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,9 +64,12 @@ def admit(
     padded: Padded | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Admission:
-    """Traces and captures one call of `function`, which wraps `origin` (where the search for what it reads starts).
-    Hold the backend's lane, and have nested wrapped calls run inline.
+) -> tuple[Admission, Callable[[], None] | None]:
+    """Traces a call of `function`, which wraps `origin` (where the search for what it reads starts). Answers with the
+    admission so far, and what completes it: that captures, and fills in the recording or the reason why there is none.
+    It may be run again where it was interrupted. None where there is nothing to complete.
+
+    Hold the backend's lane for both, and have nested wrapped calls run inline.
 
     Raises:
         Exception: what the function itself raised in its ordinary run, unchanged.
@@ -75,9 +79,8 @@ def admit(
     if not is_live and (static.overlaps or _are_held(origin, scan.tensors)):
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
-        return Admission(
-            output, reason=Reason.ALIASED_INPUTS, detail="arguments share memory in a way that copies cannot keep"
-        )
+        detail = "arguments share memory in a way that copies cannot keep"
+        return Admission(output, reason=Reason.ALIASED_INPUTS, detail=detail), None
     if not is_live:
         static.load(scan.tensors)
     called, named = (args, kwargs) if is_live else (static.args, static.kwargs)
@@ -90,18 +93,31 @@ def admit(
     if not is_live:
         output = _from_static(output, static, scan, padded, trace, written)
     admission = Admission(output, operations=len(trace.operations))
-    try:
+    with _refusing(admission):
         _check(trace, static, scan, backend.lane, written, args, kwargs)
-        for tensor in inputs:
-            trace.externals.pop(storage_handle(tensor), None)
-        admission.graph = _capture(function, origin, backend, key, static, trace, written, admission, (args, kwargs))
+    if admission.reason is not None:
+        return admission, None
+    for tensor in inputs:
+        trace.externals.pop(storage_handle(tensor), None)
+
+    def complete() -> None:
+        with _refusing(admission):
+            admission.graph = _capture(function, origin, backend, key, static, trace, written, admission, Call(args, kwargs))
+
+    return admission, complete
+
+
+@contextmanager
+def _refusing(admission: Admission) -> Iterator[None]:
+    """What is raised inside is a reason: the caller has the trace's answer, so it is no error of the call's."""
+    try:
+        yield
     except _Refused as refusal:
         admission.reason, admission.detail = refusal.reason, str(refusal)
     except HostReadError as error:
         admission.reason, admission.detail, admission.error = Reason.DATA_DEPENDENT, str(error), error
-    except Exception as error:  # the caller has the trace's answer: what the second run raised is a failed capture
+    except Exception as error:
         admission.reason, admission.detail, admission.error = Reason.CAPTURE_FAILED, str(error), error
-    return admission
 
 
 def _capture(
@@ -113,13 +129,13 @@ def _capture(
     trace: Trace,
     written: set[int],
     admission: Admission,
-    live: tuple[tuple[Any, ...], dict[str, Any]],
+    live: Call,
 ) -> CallGraph:
     state = HostState(Reach(origin))
     changed: list[str] = []
     graph: Any = None
     try:
-        with calling(Call(*live)), backend.lane.capture_pass():
+        with calling(live), backend.lane.capture_pass():
             graph = backend.record(key, lambda: function(*static.args, **static.kwargs), trace)
     except CaptureError as error:
         changed = state.restore()

@@ -121,6 +121,7 @@ class CallGraph:
         buffers = {storage_handle(b): i for i, b in enumerate(static.buffers)}
         outside = {h: t for h, t in recording.externals.items() if h not in buffers}
         self.graph = graph
+        self.recording = recording
         self.static = static
         self.audit = audit
         self.outputs = Outputs(recording.output, static.buffers, outside)

@@ -12,6 +12,8 @@ from segue.memory.sizes import parse_bytes
 from segue.runners.call_padding import Pad
 
 BACKENDS = ("breakable", "full", "disabled")
+CAPTURE = ("lazy", "background")
+DEBUG = (None, "forward", "ops")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +27,11 @@ class Options:
     `memory_budget` (bytes, or "2GiB") bound the recordings of one device. `min_hits`: which call of a kind is recorded.
     `verify`: ``"first"`` or ``"every:N"`` replays are compared with eager. `strict` raises where a call would run eagerly
     (first calls excepted). `inference` runs everything under `torch.no_grad()`, whatever requires grad.
+
+    `capture`: ``"lazy"`` (the call that is due waits for its recording) or ``"background"`` (another thread records in idle
+    moments, and calls run eagerly until it has). `debug`, for finding a fault: ``"forward"`` (each call is one eager break,
+    on the same static inputs and by the same path as a graph) or ``"ops"`` (a graph for each operation; `segue.bisect`
+    compares them one by one).
     """
 
     backend: str = "breakable"
@@ -36,10 +43,16 @@ class Options:
     verify: str | None = None
     strict: bool = False
     inference: bool = False
+    capture: Literal["lazy", "background"] = "lazy"
+    debug: Literal["forward", "ops"] | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}")
+        if self.capture not in CAPTURE:
+            raise ConfigError(f"capture is {self.capture!r}; choose 'lazy' or 'background'")
+        if self.debug not in DEBUG:
+            raise ConfigError(f"debug is {self.debug!r}; choose None, 'forward' or 'ops'")
         if self.outputs not in ("clone", "view") and not callable(self.outputs):
             raise ConfigError(f"outputs is {self.outputs!r}; choose 'clone', 'view', or give a function of the output")
         for name in ("max_graphs", "min_hits"):
@@ -50,6 +63,11 @@ class Options:
             parse_bytes(self.memory_budget, "memory_budget")
         if self.verify not in (None, "first") and not re.fullmatch(r"every:[1-9]\d*", str(self.verify)):
             raise ConfigError(f"verify is {self.verify!r}; choose None, 'first' or 'every:N'")
+
+    @property
+    def recorder(self) -> str:
+        """The name of the backend that records."""
+        return "ops" if self.debug == "ops" else "breakable" if self.debug == "forward" else self.backend
 
     @property
     def budget_bytes(self) -> int | None:

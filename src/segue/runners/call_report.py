@@ -10,6 +10,8 @@ from segue.observe.decision import Decision, GraphRecord
 from segue.observe.report import format_bytes, format_table
 from segue.runners.base import CaptureReport
 
+_MOST_LINES = 40
+
 
 @dataclass(frozen=True, slots=True)
 class CallDecision(Decision):
@@ -89,6 +91,7 @@ class CallReport:
             "evictions": self.evictions,
             "eager": dict(self.eager),
             "refused": [{"key": k, "reason": r, "detail": d} for k, r, d in self.refused],
+            "notes": list(self.notes),
             "pool_bytes": self.pool_bytes,
             "used_bytes": self.used_bytes,
             "budget_bytes": self.budget_bytes,
@@ -111,7 +114,10 @@ class CallReport:
             f"{row.record.key}: {effect} runs at capture, not at replay" for row in self.rows for effect in row.effects
         ]
         lines += [f"{row.record.key}: unverified: {row.unverified}" for row in self.rows if row.unverified]
-        lines += [f"{key}: {reason}: {detail}" for key, reason, detail in self.refused]
+        lines += [f"{key}: {reason}: {detail}" for key, reason, detail in self.refused[:_MOST_LINES]]
+        if len(self.refused) > _MOST_LINES:
+            lines.append(f"and {len(self.refused) - _MOST_LINES} more kinds of call that ran eagerly: to_dict()['refused']")
+        lines += self.notes
         return "\n".join(lines)
 
 

@@ -14,23 +14,30 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from segue._compat import has_function_modes
 from segue.errors import StrictModeError
-from segue.graph import Call, calling
+from segue.graph import Call, calling, eager_on_graph
+from segue.graph.guard import CaptureInterrupted, interruption
 from segue.graph.lease import Cut, Lease
 from segue.observe.decision import Reason
 from segue.runners.admission import CHANGED_CONTAINER, Admission, admit, keeps_arguments
+from segue.runners.background import Background
 from segue.runners.call_dispatch import CallDispatch, Site, plainly_because
 from segue.runners.call_key import Scan
 from segue.runners.call_padding import Padded, cut
 from segue.runners.call_store import Entry
 from segue.runners.verification import unverifiable, verify
 
-_HARMLESS = (Reason.DISABLED, Reason.FIRST_SEEN, Reason.CAPTURING)
+_HARMLESS = (Reason.DISABLED, Reason.FIRST_SEEN, Reason.CAPTURING, Reason.IN_BACKGROUND)
 """reasons that strict mode lets pass"""
+
+
+_WAITS = "it waits for an idle moment in which to be recorded"
 
 
 class _Apart(NamedTuple):
@@ -48,13 +55,41 @@ class CallRunner:
         self.options = dispatch.options
         self.eager: Counter[Reason] = Counter()
         self.captures = 0
+        self._verify_every = dispatch.options.verify_every
         self.run: Callable[..., Any] = dispatch.function
         if self.options.inference:
             self.run = _without_grad(dispatch.function)
+        self._recorded = self.run if self.options.debug != "forward" else _as_one_break(self.run)
+        """what is recorded: in debug mode the whole call as one break"""
         self._lock = threading.Lock()
+        self._background = Background(self) if self.options.capture == "background" else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to one call."""
+        return self._gated(self._call, args, kwargs)
+
+    def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The plain function."""
+        return self._gated(lambda args, kwargs: self.run(*args, **kwargs), args, kwargs)
+
+    def _gated(
+        self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """No call overlaps a capture in the background; a call inside such a capture is part of it."""
+        if self._background is None or interruption.get() is not None:
+            return call(args, kwargs)
+        self._background.gate.enter()
+        try:
+            return call(args, kwargs)
+        finally:
+            self._background.gate.leave()
+
+    def stop(self) -> None:
+        """Ends captures in the background; returns when their thread has ended."""
+        if self._background is not None:
+            self._background.stop()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self.dispatch.find(args, kwargs)
         entry = found.entry
         if entry is None:
@@ -101,10 +136,11 @@ class CallRunner:
                 record.padded += sum(a.rung for a in padded.axes)
                 if any([a.real != a.rung for a in padded.axes]):
                     cut_rows = functools.partial(cut, axes=padded.axes)
-            for stream in site.readers:
-                lane.device.order(stream, lane.device.current_stream())
-            site.readers.clear()
-            if self.options.verify_every and not entry.unverified and self._is_due(entry):
+            if site.readers:
+                for stream in site.readers:
+                    lane.device.order(stream, lane.device.current_stream())
+                site.readers.clear()
+            if self._verify_every and not entry.unverified and self._is_due(entry):
                 token = plainly_because.set(Reason.CAPTURING)
                 return self._verified(site, entry, call, args, kwargs, cut_rows)
             if graph.has_breaks:
@@ -129,7 +165,9 @@ class CallRunner:
         """A call without a recording: plain, or the one that makes it."""
         with self._lock:
             site.store.note_cold(entry)
-            if entry.wait:
+            if entry.pending is not None:
+                is_due, reason, detail = False, Reason.IN_BACKGROUND, ""
+            elif entry.wait:
                 entry.wait -= 1
                 is_due, reason, detail = False, entry.reason, entry.detail
             elif entry.seen + 1 < self.options.min_hits:
@@ -139,6 +177,8 @@ class CallRunner:
             else:
                 is_due = site.store.has_room(entry)
                 reason, detail = Reason.OVER_BUDGET, "busier shapes hold all of max_graphs"
+                if not is_due:
+                    entry.reason, entry.detail = reason, detail
         if is_due:
             admission = self._admit(site, entry, call, padded, args, kwargs)
             if admission is None:  # another thread recorded it
@@ -153,30 +193,80 @@ class CallRunner:
     def _admit(
         self, site: Site, entry: Entry, call: Scan, padded: Padded | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Admission | None:
+        is_later = self._background is not None and not entry.is_urgent and self._can_wait(site)
         with site.lane.exclusive():
-            if entry.graph is not None or self.dispatch.is_closed:
+            if entry.graph is not None or entry.pending is not None or self.dispatch.is_closed:
                 return None
             token = plainly_because.set(Reason.CAPTURING)
             try:
-                admission = admit(self.run, self.dispatch.function, site.backend, entry.shape, call, padded, args, kwargs)
+                admission, complete = admit(
+                    self._recorded, self.dispatch.function, site.backend, entry.shape, call, padded, args, kwargs
+                )
+                entry.operations = max(admission.operations, 1)
+                if complete is not None and not is_later:
+                    complete()
             finally:
                 plainly_because.reset(token)
-            entry.operations = max(admission.operations, 1)
-            if admission.graph is None:
-                assert admission.reason is not None
-                entry.refuse(admission.reason, admission.detail)
-                self._count(admission.reason)
+            if complete is not None and is_later:
+                entry.pending, entry.reason, entry.detail = admission, Reason.IN_BACKGROUND, _WAITS
             else:
-                self.captures += 1
-                self._count(Reason.FIRST_SEEN)
-                entry.unverified = unverifiable(admission.graph) if self.options.verify_every else ""
-                entry.since_capture = 0
-                entry.effects = tuple(admission.effects)
-                site.store.put(entry, admission.graph)
+                self._settle(site, entry, admission)
+        if complete is not None and is_later:
+            assert self._background is not None
+            self._count(Reason.FIRST_SEEN)
+            answered = replace(admission)
+            admission.output = None
+            self._background.add(lambda: self._complete(site, entry, admission, complete), site.lane.device.device)
+            return answered
+        self._count(admission.reason or Reason.FIRST_SEEN)
+        self._check_strictly(admission)
+        return admission
+
+    def _complete(self, site: Site, entry: Entry, admission: Admission, complete: Callable[[], None]) -> None:
+        """In another thread: makes a recording that a call has prepared. What goes wrong is the entry's reason."""
+        with site.lane.exclusive():
+            if entry.pending is not admission or self.dispatch.is_closed:
+                return
+            if self.dispatch.is_frozen:
+                entry.pending, entry.reason, entry.detail = None, Reason.NOT_CAPTURED, "step.freeze() was called"
+                return
+            token = plainly_because.set(Reason.CAPTURING)
+            try:
+                complete()
+            except CaptureInterrupted:
+                raise
+            except BaseException as error:  # nobody waits for this thread: it must not be lost
+                admission.reason, admission.detail = Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}"
+            finally:
+                plainly_because.reset(token)
+            if self.options.strict and admission.graph is not None and admission.effects:
+                admission.graph.close()
+                admission.graph, admission.reason, admission.detail = None, Reason.UNSAFE_EFFECTS, _effects(admission)
+            entry.is_urgent = admission.graph is None  # what fails there may be well in the caller's own thread
+            self._settle(site, entry, admission)
+
+    def _can_wait(self, site: Site) -> bool:
+        """Whether another thread can capture what this one has traced. Function modes are a thread's own."""
+        return not site.lane.device.why_not_beside_others() and not has_function_modes()
+
+    def _settle(self, site: Site, entry: Entry, admission: Admission) -> None:
+        """Takes the recording, or remembers why there is none. Hold the lane."""
+        entry.pending = None
+        if admission.graph is None:
+            assert admission.reason is not None
+            entry.refuse(admission.reason, admission.detail)
+            return
+        self.captures += 1
+        entry.is_urgent = False
+        entry.unverified = unverifiable(admission.graph) if self.options.verify_every else ""
+        entry.since_capture = 0
+        entry.effects = tuple(admission.effects)
+        site.store.put(entry, admission.graph)
+
+    def _check_strictly(self, admission: Admission) -> None:
         if self.options.strict and (admission.reason is not None or _effects(admission)):
             reason = admission.reason or Reason.UNSAFE_EFFECTS
             raise StrictModeError(f"{self.name}: {reason}: {admission.detail or _effects(admission)}")
-        return admission
 
     def _verified(
         self, site: Site, entry: Entry, call: Scan, args: tuple[Any, ...], kwargs: dict[str, Any], cut_rows: Cut | None
@@ -194,7 +284,7 @@ class CallRunner:
         return self._answer(answer)
 
     def _is_due(self, entry: Entry) -> bool:
-        every = self.options.verify_every
+        every = self._verify_every
         return entry.since_capture == 1 if every < 0 else entry.since_capture % every == 0
 
     def _plain(self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,6 +312,14 @@ class CallRunner:
 
 def _effects(admission: Admission) -> str:
     return "; ".join(admission.effects)
+
+
+def _as_one_break(function: Callable[..., Any]) -> Callable[..., Any]:
+    @eager_on_graph
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return forward
 
 
 def _without_grad(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,6 +48,10 @@ class Entry:
     effects: tuple[str, ...] = ()
     verified: int = 0
     unverified: str = ""
+    pending: Any = None
+    """the admission that another thread is to complete"""
+    is_urgent: bool = False
+    """the next recording is made by the call itself"""
 
     def refuse(self, reason: Reason, detail: str) -> None:
         """Remembers why there is no recording, and for how many calls."""
@@ -59,12 +63,17 @@ class Entry:
         """The next call is recorded, whatever was refused before."""
         self.seen, self.wait, self.reason = max(self.seen, min_hits), 0, Reason.FIRST_SEEN
         self.recent += _MOST_RECENT
+        self.pending, self.is_urgent = None, True
 
     def note_rebound(self) -> None:
         """This call runs eagerly and the next one is recorded; where it happens again and again, a later one."""
         self.rebounds += 1
         self.detail = "a parameter, buffer or tensor that it reads lies elsewhere now"
         self.wait = 1 if self.rebounds < _MANY_REBOUNDS else min(8 << (self.rebounds - _MANY_REBOUNDS), LAST_RETRY)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.graph is None and self.pending is None
 
     @property
     def value(self) -> int:
@@ -95,7 +104,7 @@ class CallStore:
     def add(self, key: Any, entry: Entry) -> Entry:
         """Takes a new key; rare unrecorded ones are forgotten where there are too many."""
         if len(self.entries) >= self._max_keys:
-            idle = sorted((e.recent, i, k) for i, (k, e) in enumerate(list(self.entries.items())) if e.graph is None)
+            idle = sorted((e.recent, i, k) for i, (k, e) in enumerate(list(self.entries.items())) if e.is_idle)
             for _, _, old in idle[: max(len(idle) // 2, 1)]:
                 forgotten = self.entries.pop(old, None)
                 self.forgotten_replays += 0 if forgotten is None else forgotten.replays
@@ -135,6 +144,7 @@ class CallStore:
         """Closes one recording; its calls run eagerly for `reason` until it is recorded again."""
         graph = self.recorded.pop(entry)
         entry.graph, entry.reason = None, reason
+        entry.detail = "it made room for a busier kind of call" if reason is Reason.EVICTED else ""
         if reason in (Reason.EVICTED, Reason.OVER_BUDGET):
             self.evictions += 1
         graph.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -45,7 +45,7 @@ class GraphedCallable:
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """The plain function, whatever was recorded. Counts nothing."""
-        return self._runner.run(*args, **kwargs)
+        return self._runner.run_eagerly(args, kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> CallDecision:
         """What `step(*args, **kwargs)` would do now, and why. Runs nothing and counts nothing."""
@@ -56,7 +56,7 @@ class GraphedCallable:
         if why is not None:
             return CallDecision(None, "disabled", why[0], real, real, why[1])
         assert found.entry is not None
-        return CallDecision(found.entry.shape, self._options.backend, None, real, rung, "; ".join(found.entry.effects))
+        return CallDecision(found.entry.shape, self._options.recorder, None, real, rung, "; ".join(found.entry.effects))
 
     def capture(self, *args: Any, **kwargs: Any) -> CallCaptureReport:
         """One real call, recorded now if it can be; `.output` is its answer.
@@ -105,7 +105,15 @@ class GraphedCallable:
             pool_bytes=pool_bytes,
             used_bytes=used_bytes,
             budget_bytes=self._options.budget_bytes,
+            notes=tuple(self._notes()),
         )
+
+    def _notes(self) -> Iterator[str]:
+        if self._options.capture == "background":
+            for device, site in list(self._dispatch.sites.items()):
+                why = site.lane.device.why_not_beside_others()
+                if why:
+                    yield f"capture='background' is lazy on {device}: {why}"
 
     def freeze(self) -> None:
         """From now on nothing is recorded: calls without a recording run eagerly (`not_captured`)."""
@@ -113,6 +121,7 @@ class GraphedCallable:
 
     def close(self) -> None:
         """Closes every recording and gives their memory back. Later calls run eagerly (`disabled`)."""
+        self._runner.stop()
         self._dispatch.close()
 
     def __enter__(self) -> GraphedCallable:
@@ -163,16 +172,39 @@ class GraphedCallable:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
         """A wrapper of the copied callable, with no recordings."""
-        return GraphedCallable(copy.deepcopy(self._function, memo), self._options)
+        return type(self)(copy.deepcopy(self._function, memo), self._options)
 
     def __reduce__(self) -> Any:
         """Without recordings; an object's methods are wrapped anew."""
         if isinstance(self._function, MethodType):
             return type(None), ()
-        return GraphedCallable, (self._function, self._options)
+        return type(self), (self._function, self._options)
 
     def __repr__(self) -> str:
         return f"segue.graph({self._name}, backend={self._options.backend!r})"
+
+
+class GraphedModule(GraphedCallable, torch.nn.Module):
+    """A module with its recordings: in every way but its call it is the module that it wraps. Kept in an attribute of
+    another module it is a child of that, with the wrapped module's parameters under the wrapped module's names."""
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return self.module.training
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: GraphedModule, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        result = getattr(module, name)(*args, **kwargs)
+        return self if result is module else result
+
+    return method
+
+
+for _name, _value in vars(torch.nn.Module).items():
+    if callable(_value) and not _name.startswith("__"):  # the module's own class may override any of them
+        setattr(GraphedModule, _name, _delegate(_name))
 
 
 def _row(entry: Entry) -> GraphRow | None:
@@ -195,7 +227,8 @@ def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         return lambda f: graph(f, **options)
     if not callable(function):
         raise TypeError(f"segue.graph wraps callables, not {type(function).__name__}")
-    return GraphedCallable(function, checked)
+    kind = GraphedModule if isinstance(function, torch.nn.Module) else GraphedCallable
+    return kind(function, checked)
 
 
 __all__ = ["GraphedCallable", "disabled", "graph"]

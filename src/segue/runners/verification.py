@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from segue.graph.lease import Cut
+from segue.graph.state import generator_states, set_generator_states, whole_storage
 from segue.graph.tree import flatten, same_value
 from segue.runners.call_graph import CallGraph
 
@@ -40,17 +41,17 @@ def verify(
     cut: Cut | None,
 ) -> tuple[Any, str]:
     """Eager's answer, and how the replay differed: empty where it did not. Hold the lane."""
-    state = [*map(_whole_storage, graph.outside_written.values()), *(t for i, t in enumerate(tensors) if i in graph.written)]
+    state = [*map(whole_storage, graph.outside_written.values()), *(t for i, t in enumerate(tensors) if i in graph.written)]
     saved = [t.clone() for t in state]
     device = graph.static.device
-    generators = _generator_states(device)
+    generators = generator_states(device)
     graph.run(tensors, args, kwargs)
     replayed = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(graph.result(tensors, cut))[0]]
     after = [t.clone() for t in state]
     with torch.no_grad():
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
-    _set_generator_states(device, generators)
+    set_generator_states(device, generators)
     answer = eager()
     is_exact = cut is None
     for index, (got, expected) in enumerate(zip(after, state, strict=True)):
@@ -65,14 +66,6 @@ def verify(
     return answer, ""
 
 
-def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a written tensor is part of: the noted one may be a view of another part."""
-    storage = tensor.untyped_storage()
-    with torch.inference_mode(False):
-        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
-
-
 def _is_equal(got: Any, expected: Any, is_exact: bool) -> bool:
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return same_value(got, expected)
@@ -85,13 +78,3 @@ def _is_equal(got: Any, expected: Any, is_exact: bool) -> bool:
     except AssertionError:
         return False
     return True
-
-
-def _generator_states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_generator_states(device: torch.device, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1], device)

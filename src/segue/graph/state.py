@@ -1,0 +1,77 @@
+"""What lies outside of a pass and changes with it: memory that it writes, and random generators; saved and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from segue._compat import storage_handle
+from segue.device.operations import Operation
+from segue.device.watch import OperationMode
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a written tensor is part of: the noted one may be a view of another part."""
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(False):
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+
+
+def generator_states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_generator_states(device: torch.device, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+class unchanged:
+    """What lies under `tensors`, and the generators of `device`, is the same after the block as before."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+        self._device = device
+        strided = [t for t in tensors if t.layout is torch.strided and t.numel()]
+        self._storages = [whole_storage(t) for t in {storage_handle(t): t for t in strided}.values()]
+
+    def __enter__(self) -> None:
+        self._copies = [s.clone() for s in self._storages]
+        self._generators = generator_states(self._device)
+
+    def __exit__(self, *_: Any) -> None:
+        with torch.no_grad():
+            for storage, copy in zip(self._storages, self._copies, strict=True):
+                storage.copy_(copy)
+        set_generator_states(self._device, self._generators)
+
+
+class undoing_writes(OperationMode):
+    """What operations inside write into memory, and what they draw, is undone at the end. Bodies of breaks are not seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device.type)
+        self._device = device
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __enter__(self) -> Any:
+        self._generators = generator_states(self._device)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        with torch.no_grad():
+            for storage, copy in self._saved.values():
+                storage.copy_(copy)
+        set_generator_states(self._device, self._generators)
+
+    def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in op.written(args, kwargs) if op.writes_names else ():
+            handle = storage_handle(tensor)
+            if handle not in self._saved and tensor.numel():
+                storage = whole_storage(tensor)
+                self._saved[handle] = storage, storage.clone()
+        return op.overload(*args, **kwargs)

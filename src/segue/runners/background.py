@@ -1,0 +1,162 @@
+"""Captures in idle moments, in a thread of their own.
+
+A capture runs the callable's Python once more. Were that to happen while a caller runs it too, one could read what the
+other has just put into an attribute, and a recording would hold it for good. So the two never overlap: the *gate* lets
+any number of calls through, or one capture. A call that arrives during a capture asks it to stop; the capture ends at its
+next operation, everything is put back as after a failure, and it is tried again later. Where calls leave no idle moment,
+or where captures were interrupted too often, one is carried through and the calls that arrive meanwhile wait for it: one
+call a recording.
+
+The thread lives while something waits to be captured. It ends with `stop`, when its owner is collected, and before the
+interpreter does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import Context, copy_context
+from typing import Any
+
+import torch
+
+from segue.graph.guard import CaptureInterrupted, interruptible
+from segue.graph.modes import current_modes, under
+
+IDLE_S = 1e-3
+"""no call for this long is an idle moment"""
+PATIENCE_S = 0.25
+"""how long an idle moment is waited for"""
+MAX_INTERRUPTIONS = 3
+
+
+class Gate:
+    """Calls, any number at once, or one capture. A thread inside a call passes again freely."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.Lock())
+        self._inside: dict[int, int] = {}
+        self._waiting = 0
+        self._is_capturing = False
+        self._is_carried_through = False
+        self._last_call = 0.0
+        self._is_stopped = False
+
+    def enter(self) -> None:
+        me = threading.get_ident()
+        with self._condition:
+            if me not in self._inside:
+                self._waiting += 1
+                while self._is_capturing or (self._is_carried_through and not self._is_stopped):
+                    self._condition.wait()
+                self._waiting -= 1
+            self._inside[me] = self._inside.get(me, 0) + 1
+
+    def leave(self) -> None:
+        me = threading.get_ident()
+        with self._condition:
+            self._inside[me] -= 1
+            if not self._inside[me]:
+                del self._inside[me]
+                self._last_call = time.perf_counter()
+                if self._is_carried_through:
+                    self._condition.notify_all()
+
+    def should_stop(self) -> bool:
+        """Whether the capture under way is to end at its next operation."""
+        return self._is_stopped or (self._waiting > 0 and not self._is_carried_through)
+
+    @contextmanager
+    def capture(self, *, is_patient: bool) -> Iterator[bool]:
+        """Waits for an idle moment, or, without patience, for the calls under way. False where the gate was stopped."""
+        with self._condition:
+            while self._waiting and not self._is_stopped:  # whom the capture before kept waiting goes first
+                self._condition.wait(IDLE_S)
+            deadline = time.perf_counter() + (PATIENCE_S if is_patient else 0.0)
+            while not self._is_stopped:
+                now = time.perf_counter()
+                self._is_carried_through = now >= deadline
+                idle_at = self._last_call + (0.0 if self._is_carried_through else IDLE_S)
+                if not self._inside and now >= idle_at and (self._is_carried_through or not self._waiting):
+                    break
+                self._condition.wait(None if self._is_carried_through else IDLE_S)
+            self._is_capturing = not self._is_stopped
+        try:
+            yield self._is_capturing
+        finally:
+            with self._condition:
+                self._is_capturing = self._is_carried_through = False
+                self._condition.notify_all()
+
+    def stop(self) -> None:
+        with self._condition:
+            self._is_stopped = True
+            self._condition.notify_all()
+
+
+class Background:
+    """A queue of captures and the thread that does them. Thread-safe; what is queued keeps its owner alive, nothing else."""
+
+    def __init__(self, owner: Any) -> None:
+        self.gate = Gate()
+        self._jobs: deque[tuple[Context, Callable[[], None]]] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._finalizer = weakref.finalize(owner, _stop, self.gate, self._threads)  # runs at exit too
+
+    def add(self, job: Callable[[], None], device: torch.device) -> None:
+        """`job` is run at an idle moment, in another thread but under the present modes and context variables; it is run
+        again where it is interrupted. It must not raise."""
+        modes = current_modes(device.type)
+
+        def under_modes() -> None:
+            on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+            with on_device, under(modes), interruptible(self.gate.should_stop):
+                job()
+
+        with self._lock:
+            self._jobs.append((copy_context(), under_modes))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="segue-capture", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Interrupts what is under way, forgets what waits, and returns when the thread has ended."""
+        self._finalizer()
+
+    def _threads(self) -> threading.Thread | None:
+        with self._lock:
+            self._jobs.clear()
+            return self._thread
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                context, job = self._jobs.popleft()
+            interruptions = 0
+            while not self._is_done(context, job, interruptions):
+                interruptions += 1
+            del context, job
+
+    def _is_done(self, context: Context, job: Callable[[], None], interruptions: int) -> bool:
+        with self.gate.capture(is_patient=interruptions < MAX_INTERRUPTIONS) as is_open:
+            if is_open:
+                try:
+                    context.run(job)
+                except CaptureInterrupted:
+                    return False
+        return True
+
+
+def _stop(gate: Gate, threads: Callable[[], threading.Thread | None]) -> None:
+    gate.stop()
+    thread = threads()
+    if thread is not None and thread is not threading.current_thread():
+        thread.join()

@@ -1,0 +1,195 @@
+"""The audit of many tensors and of hooks, and the shortcut past the key: cheap, and never stale."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import segue
+from call_support import check_calls, eager_reasons, same
+from segue._compat import Addresses
+from segue.device import Device
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def new(device: Device) -> Any:
+    return lambda *size: torch.randn(*size, device=device.device)
+
+
+class Deep(torch.nn.Module):
+    """More tensors than are asked one by one."""
+
+    def __init__(self, depth: int = 50) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(depth)])
+        self.register_buffer("shift", torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x + self.get_buffer("shift")
+
+
+def _weight(model: torch.nn.Module) -> torch.nn.Parameter:
+    return model.layers[37].weight  # type: ignore[index,union-attr,return-value]
+
+
+def _data(model: torch.nn.Module) -> None:
+    _weight(model).data = torch.randn_like(_weight(model))
+
+
+def _set(model: torch.nn.Module) -> None:
+    _weight(model).set_(torch.randn_like(_weight(model)))  # type: ignore[call-overload]
+
+
+def _swap(model: torch.nn.Module) -> None:
+    torch.utils.swap_tensors(_weight(model), torch.nn.Parameter(torch.randn_like(_weight(model))))
+
+
+def _moved_storage(model: torch.nn.Module) -> None:
+    storage = _weight(model).untyped_storage()
+    held = storage.clone()
+    storage.resize_(0)
+    torch.empty(1 << 12, device=held.device)
+    storage.resize_(1 << 20)
+    storage[: held.nbytes()].copy_(held) if storage.device.type == "cpu" else _weight(model).normal_()
+
+
+def _other_buffer(model: torch.nn.Module) -> None:
+    model.shift = model.get_buffer("shift") * 2
+
+
+@pytest.mark.parametrize("rebind", [_data, _set, _swap, _moved_storage, _other_buffer])
+def test_one_tensor_of_many_that_lies_elsewhere_is_noticed(rebind: Callable[[Any], None], device: Device, new: Any) -> None:
+    model = Deep().to(device.device)
+    step = segue.graph(model)
+    check_calls(step, model, [((new(2, 4),), {}) for _ in range(4)])
+    rebind(model)
+    check_calls(step, model, [((new(2, 4),), {}) for _ in range(4)])
+    assert eager_reasons(step)["rebound"] == 1 and step.report().captures == 2
+
+
+def test_a_tensor_moved_within_its_storage_is_noticed(device: Device, new: Any) -> None:
+    model = Deep().to(device.device)
+    whole = new(64)
+    _weight(model).data = whole[:16].view(4, 4)
+    step = segue.graph(model)
+    check_calls(step, model, [((new(2, 4),), {}) for _ in range(4)])
+    _weight(model).data = whole[32:48].view(4, 4)
+    check_calls(step, model, [((new(2, 4),), {}) for _ in range(3)])
+    assert eager_reasons(step)["rebound"] == 1
+
+
+def test_many_addresses_are_read_by_one_gather_and_agree_with_data_ptr(device: Device) -> None:
+    tensors = [torch.empty(n % 5 + 1, device=device.device)[n % 3 :] for n in range(200)]
+    addresses = Addresses(tensors)
+    assert addresses._words is not None, "this build of torch lays tensors out otherwise: addresses are asked one by one"
+    assert addresses.hold()
+    for index in (0, 100, 199):
+        before = tensors[index].data
+        tensors[index].data = torch.empty_like(before)
+        assert not addresses.hold()
+        tensors[index].data = before
+        assert addresses.hold()
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def _double(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def _halve(module: torch.nn.Module, args: Any) -> Any:
+    return tuple(a / 2 for a in args)
+
+
+HOOKS: list[Any] = [
+    lambda m: m[1].register_forward_hook(_double),
+    lambda m: m[1].register_forward_pre_hook(_halve),
+    lambda m: m.register_forward_hook(_double),
+    lambda m: torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: out + 1),
+    lambda m: torch.nn.modules.module.register_module_forward_pre_hook(_halve),
+]
+
+
+@pytest.mark.parametrize("add", HOOKS)
+def test_hooks_that_come_and_go_are_noticed(add: Any, device: Device, new: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4)).to(device.device)
+    step = segue.graph(model)
+    made = [((new(2, 4),), {}) for _ in range(4)]
+    check_calls(step, model, made)
+    handle = add(model)
+    try:
+        check_calls(step, model, made)
+    finally:
+        handle.remove()
+    check_calls(step, model, made)
+    assert eager_reasons(step)["rebound"] == 2 and step.report().captures == 3
+
+
+# -- the shortcut -----------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_look_alike_and_differ_elsewhere_are_told_apart(new: Any) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * y.sum() + y
+
+    step = segue.graph(f)
+
+    def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        whole, square = new(8), new(2, 2)
+        same_one = new(4)
+        return [
+            (new(4), new(4)),
+            (same_one, same_one),
+            (whole[:4], whole[2:6]),
+            (whole[:4], whole[4:]),
+            (new(8)[::2], new(4)),
+            (square, square.t()),
+            (new(2, 2), new(2, 2).t()),
+            (new(4).double(), new(4).double()),
+            (new(4), torch.nn.Parameter(new(4), requires_grad=False)),
+        ]
+
+    for _, made in itertools.product(range(3), [pairs(), pairs()]):
+        for x, y in made * 2:
+            check_calls(step, f, [((x, y), {})])
+    assert step.report().replays > 40
+
+
+def test_a_shortcut_holds_for_its_modes_alone(new: Any) -> None:
+    seen = []
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_inference_mode_enabled())
+        return x @ y
+
+    step = segue.graph(f)
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode):
+        for _ in range(4):
+            with mode():
+                x, y = new(3, 3), new(3, 3)
+                got = step(x, y)
+                assert got.is_inference() == (mode is torch.inference_mode)
+                same(got, x @ y)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        for _ in range(4):
+            assert step(new(3, 3), new(3, 3)).dtype == torch.bfloat16
+    with torch.enable_grad():
+        x = new(3, 3).requires_grad_()
+        assert step(x, new(3, 3)).requires_grad
+    step.close()
+    same(step(x, y), x @ y)
+    assert eager_reasons(step)["disabled"] == 1 and step.report().replays == 0
