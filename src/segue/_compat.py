@@ -85,8 +85,9 @@ class Addresses:
     `data_ptr` costs 70 ns a tensor. So the words behind it are read at once, by one gather over the process's memory: first
     which C++ tensor each Python object holds, and only if that is unchanged each tensor's storage and offset, and where each
     storage lies. All that is read is alive: the Python objects and the storages are held here, and a C++ tensor lives
-    while its object holds it. Where those words stand is tried out on every tensor given; where they are not found as
-    expected (another build of Python or torch, tensors without a storage), `data_ptr` is asked.
+    while its object holds it. Where those words stand is tried out: once on a tensor that is moved in each way, and on every
+    tensor given. Where they are not found as expected (another build of Python or torch, tensors without a storage),
+    `data_ptr` is asked.
     """
 
     _OBJECT, _STORAGE, _OFFSET, _DATA = 16, 16, 144, 16  # bytes; CPython 3.10 - 3.13 with a GIL, torch 2.11 - 2.13
@@ -97,7 +98,7 @@ class Addresses:
         self._storages = [t.untyped_storage() for t in tensors]
         self._objects: _Words | None = None
         self._words: _Words | None = None
-        if len(tensors) >= _GATHER_FROM and not _is_free_threaded():
+        if len(tensors) >= _GATHER_FROM and _sees_moves():
             self._gather()
 
     def hold(self) -> bool:
@@ -136,8 +137,28 @@ class _Words:
         return torch.equal(torch.index_select(self._memory, 0, self._index), self._expected)
 
 
-def _is_free_threaded() -> bool:
-    return not getattr(sys, "_is_gil_enabled", lambda: True)()
+@functools.lru_cache(maxsize=1)
+def _sees_moves() -> bool:
+    """Whether the gather notices a tensor's new place: within its storage, in another one, and bound to another tensor."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        whole, other = torch.empty(16, device="cpu"), torch.empty(16, device="cpu")
+        moves: list[Callable[[torch.Tensor], Any]] = [
+            lambda t: t.set_(whole.untyped_storage(), 5, (4,), (1,)),
+            lambda t: t.set_(other.untyped_storage(), 3, (4,), (1,)),
+            lambda t: setattr(t, "data", other[3:7]),
+        ]
+        for move in moves:
+            probe = torch.empty(0, device="cpu").set_(whole.untyped_storage(), 3, (4,), (1,))
+            found = Addresses([probe])
+            found._gather()
+            if found._words is None or not found.hold():
+                return False
+            move(probe)
+            if found.hold():
+                return False
+    return True
 
 
 def forbid_data_access(tensor: torch.Tensor) -> None:
