@@ -178,6 +178,24 @@ def test_weights_that_were_bound_anew_are_captured_again(way: str, fuse: bool) -
         assert tokens(engine) == expected and engine.stats()["recaptures"] == 1
 
 
+def test_weights_bound_anew_under_steps_that_run_ahead_are_followed_after_the_step_under_way() -> None:
+    ours = tiny_model()
+    with engine_of(ours, overlap=True) as engine:
+        name = engine.add_request(prompt_of(5), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+        for _ in range(4):
+            engine.step()
+        for parameter in ours.parameters():
+            parameter.data = parameter.data * 0.7
+        engine.step()  # given to the device before
+        assert engine.num_recaptures == 0
+        engine.step()
+        assert engine.num_recaptures == 1
+        while engine.step():
+            pass
+        output = engine.take_output(name)
+        assert output is not None and len(output.token_ids) == 12 and engine.num_recaptures == 1
+
+
 def test_a_second_engine_over_a_model_fuses_it_afresh_and_keeps_no_other_weights(model: Any) -> None:
     fused = tiny_model()
     with engine_of(fused, fuse=True) as engine:

@@ -239,7 +239,7 @@ class Engine(Lifecycle):
                     return False
                 flight = self._launch(step, None)
             try:
-                if runs_ahead and flight.greedy is not None:
+                if runs_ahead and flight.greedy is not None and self._weights_hold():
                     following = self._scheduler.schedule_ahead()
                     if following is not None:
                         self._flight = self._launch(following, flight.greedy)

@@ -276,9 +276,12 @@ class Lifecycle(ABC):
             self._land()
             write_weights(self._model, weights)
 
+    def _weights_hold(self) -> bool:
+        return self._weights is None or self._weights.hold()
+
     def _follow_weights(self) -> None:
-        """Captures again where a parameter or a buffer was bound anew since the last capture."""
-        if self._weights is None or self._weights.hold():
+        """Captures again where a parameter or a buffer was bound anew since the last capture. No step may be under way."""
+        if self._weights_hold():
             return
         for runner in self.runners:
             runner.close_recordings()
