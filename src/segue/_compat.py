@@ -84,42 +84,67 @@ class Addresses:
 
     `data_ptr` costs 70 ns a tensor. So the words behind it are read at once, by one gather over the process's memory: first
     which C++ tensor each Python object holds, and only if that is unchanged each tensor's storage and offset, and where each
-    storage lies. All that is read is alive: the Python objects and the storages are held here, and a C++ tensor lives
-    while its object holds it. Where those words stand is tried out on every tensor given; where they are not found as
-    expected (another build of Python or torch, tensors without a storage), `data_ptr` is asked.
-    """
+    storage lies. All that is read is there: the Python objects are held, a C++ tensor lives while its object holds it, and a
+    weak reference keeps a storage's own words (which say that it is gone), though not its memory.
 
-    _OBJECT, _STORAGE, _OFFSET, _DATA = 16, 16, 144, 16  # bytes; CPython 3.10 - 3.13 with a GIL, torch 2.11 - 2.13
+    Where those words stand is found on a tensor made for that, and tried out on every tensor given; where they are not as
+    expected (another build of Python or torch), `data_ptr` is asked.
+    """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._addresses = [t.data_ptr() for t in tensors]
-        self._storages = [t.untyped_storage() for t in tensors]
+        self._storages = [storage_weakref(t) for t in tensors]
         self._objects: _Words | None = None
         self._words: _Words | None = None
-        if len(tensors) >= _GATHER_FROM and not _is_free_threaded():
-            self._gather()
+        layout = _layout() if len(tensors) >= _GATHER_FROM else None
+        if layout is not None:
+            self._gather(*layout)
 
     def hold(self) -> bool:
         if self._objects is None or self._words is None:
             return list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         return self._objects.hold() and self._words.hold()
 
-    def _gather(self) -> None:
-        cells = [t._cdata for t in self._tensors]
-        objects = _Words([id(t) + self._OBJECT for t in self._tensors], cells)
+    def _gather(self, cell: int, storage: int, offset: int, data: int) -> None:
+        tensors = self._tensors
+        cells, stores = [t._cdata for t in tensors], [storage_handle(t) for t in tensors]
+        objects = _Words([id(t) + cell for t in tensors], cells)
         if not objects.hold():
             return
-        stores = [s._cdata for s in self._storages]
-        places = [c + self._STORAGE for c in cells] + [c + self._OFFSET for c in cells] + [s + self._DATA for s in stores]
-        expected = stores + [int(t.storage_offset()) for t in self._tensors] + [s.data_ptr() for s in self._storages]
-        words = _Words(places, expected)
+        places = [c + storage for c in cells] + [c + offset for c in cells] + [s + data for s in stores]
+        starts = [t.untyped_storage().data_ptr() for t in tensors]
+        words = _Words(places, stores + [int(t.storage_offset()) for t in tensors] + starts)
         if words.hold():
             self._objects, self._words = objects, words
 
 
 _GATHER_FROM = 80
 """fewer tensors are asked one by one"""
+
+
+@functools.lru_cache(maxsize=1)
+def _layout() -> tuple[int, int, int, int] | None:
+    """At which byte a tensor's object holds its C++ tensor, that its storage and its offset, and a storage its address; None
+    where they are not found, or objects move between threads (CPython without a GIL)."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None
+    offset = 12_345
+    with torch.inference_mode(False):
+        tensor = torch.empty(1 << 15, dtype=torch.uint8, device="cpu")[offset : offset + 2]
+    storage = tensor.untyped_storage()
+    found = (
+        _find(id(tensor), type(tensor).__basicsize__, tensor._cdata),
+        _find(tensor._cdata, 80, storage._cdata),
+        _find(tensor._cdata, 168, offset),
+        _find(storage._cdata, 40, storage.data_ptr()),
+    )
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _find(start: int, nbytes: int, value: int) -> int | None:
+    words = (ctypes.c_int64 * (nbytes // 8)).from_address(start)
+    return next((8 * i for i, word in enumerate(words) if i and word == value), None)
 
 
 class _Words:
@@ -134,10 +159,6 @@ class _Words:
 
     def hold(self) -> bool:
         return torch.equal(torch.index_select(self._memory, 0, self._index), self._expected)
-
-
-def _is_free_threaded() -> bool:
-    return not getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def forbid_data_access(tensor: torch.Tensor) -> None:
