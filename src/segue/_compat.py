@@ -171,9 +171,10 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     whether it requires grad, lazily conjugated or not) and no two are one object; never true by mistake. Keeps no tensor."""
     try:
         from torch._C._dynamo.guards import TensorGuards
-    except ImportError:
+
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (ImportError, TypeError):
         return None
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     check: Callable[..., bool] = guards.check
     return check
 
