@@ -84,43 +84,67 @@ class Addresses:
 
     `data_ptr` costs 70 ns a tensor. So the words behind it are read at once, by one gather over the process's memory: first
     which C++ tensor each Python object holds, and only if that is unchanged each tensor's storage and offset, and where each
-    storage lies. All that is read is alive: the Python objects and the storages are held here, and a C++ tensor lives
-    while its object holds it. Where those words stand is tried out: once on a tensor that is moved in each way, and on every
-    tensor given. Where they are not found as expected (another build of Python or torch, tensors without a storage),
-    `data_ptr` is asked.
-    """
+    storage lies. All that is read is there: the Python objects are held, a C++ tensor lives while its object holds it, and a
+    weak reference keeps a storage's own words (which say that it is gone), though not its memory.
 
-    _OBJECT, _STORAGE, _OFFSET, _DATA = 16, 16, 144, 16  # bytes; CPython 3.10 - 3.13 with a GIL, torch 2.11 - 2.13
+    Where those words stand is found on a tensor made for that, and tried out on every tensor given; where they are not as
+    expected (another build of Python or torch), `data_ptr` is asked.
+    """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._addresses = [t.data_ptr() for t in tensors]
-        self._storages = [t.untyped_storage() for t in tensors]
+        self._storages = [storage_weakref(t) for t in tensors]
         self._objects: _Words | None = None
         self._words: _Words | None = None
-        if len(tensors) >= _GATHER_FROM and _sees_moves():
-            self._gather()
+        layout = _layout() if len(tensors) >= _GATHER_FROM else None
+        if layout is not None:
+            self._gather(*layout)
 
     def hold(self) -> bool:
         if self._objects is None or self._words is None:
             return list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         return self._objects.hold() and self._words.hold()
 
-    def _gather(self) -> None:
-        cells = [t._cdata for t in self._tensors]
-        objects = _Words([id(t) + self._OBJECT for t in self._tensors], cells)
+    def _gather(self, cell: int, storage: int, offset: int, data: int) -> None:
+        tensors = self._tensors
+        cells, stores = [t._cdata for t in tensors], [storage_handle(t) for t in tensors]
+        objects = _Words([id(t) + cell for t in tensors], cells)
         if not objects.hold():
             return
-        stores = [s._cdata for s in self._storages]
-        places = [c + self._STORAGE for c in cells] + [c + self._OFFSET for c in cells] + [s + self._DATA for s in stores]
-        expected = stores + [int(t.storage_offset()) for t in self._tensors] + [s.data_ptr() for s in self._storages]
-        words = _Words(places, expected)
+        places = [c + storage for c in cells] + [c + offset for c in cells] + [s + data for s in stores]
+        starts = [t.untyped_storage().data_ptr() for t in tensors]
+        words = _Words(places, stores + [int(t.storage_offset()) for t in tensors] + starts)
         if words.hold():
             self._objects, self._words = objects, words
 
 
 _GATHER_FROM = 80
 """fewer tensors are asked one by one"""
+
+
+@functools.lru_cache(maxsize=1)
+def _layout() -> tuple[int, int, int, int] | None:
+    """At which byte a tensor's object holds its C++ tensor, that its storage and its offset, and a storage its address; None
+    where they are not found, or objects move between threads (CPython without a GIL)."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None
+    offset = 12_345
+    with torch.inference_mode(False):
+        tensor = torch.empty(1 << 15, dtype=torch.uint8, device="cpu")[offset : offset + 2]
+    storage = tensor.untyped_storage()
+    found = (
+        _find(id(tensor), type(tensor).__basicsize__, tensor._cdata),
+        _find(tensor._cdata, 80, storage._cdata),
+        _find(tensor._cdata, 168, offset),
+        _find(storage._cdata, 40, storage.data_ptr()),
+    )
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _find(start: int, nbytes: int, value: int) -> int | None:
+    words = (ctypes.c_int64 * (nbytes // 8)).from_address(start)
+    return next((8 * i for i, word in enumerate(words) if i and word == value), None)
 
 
 class _Words:
@@ -137,30 +161,6 @@ class _Words:
         return torch.equal(torch.index_select(self._memory, 0, self._index), self._expected)
 
 
-@functools.lru_cache(maxsize=1)
-def _sees_moves() -> bool:
-    """Whether the gather notices a tensor's new place: within its storage, in another one, and bound to another tensor."""
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return False
-    with torch.inference_mode(False), torch.no_grad():
-        whole, other = torch.empty(16, device="cpu"), torch.empty(16, device="cpu")
-        moves: list[Callable[[torch.Tensor], Any]] = [
-            lambda t: t.set_(whole.untyped_storage(), 5, (4,), (1,)),
-            lambda t: t.set_(other.untyped_storage(), 3, (4,), (1,)),
-            lambda t: setattr(t, "data", other[3:7]),
-        ]
-        for move in moves:
-            probe = torch.empty(0, device="cpu").set_(whole.untyped_storage(), 3, (4,), (1,))
-            found = Addresses([probe])
-            found._gather()
-            if found._words is None or not found.hold():
-                return False
-            move(probe)
-            if found.hold():
-                return False
-    return True
-
-
 def forbid_data_access(tensor: torch.Tensor) -> None:
     """From now on `data_ptr`, numpy, DLPack, pickle and every writing kernel raise for this storage."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)
@@ -171,9 +171,10 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     whether it requires grad, lazily conjugated or not) and no two are one object; never true by mistake. Keeps no tensor."""
     try:
         from torch._C._dynamo.guards import TensorGuards
-    except ImportError:
+
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (ImportError, TypeError):
         return None
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     check: Callable[..., bool] = guards.check
     return check
 

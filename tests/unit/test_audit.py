@@ -11,7 +11,7 @@ import torch
 
 import segue
 from call_support import check_calls, eager_reasons, same
-from segue._compat import Addresses
+from segue._compat import Addresses, storage_weakref
 from segue.device import Device
 
 
@@ -101,6 +101,16 @@ def test_many_addresses_are_read_by_one_gather_and_agree_with_data_ptr(device: D
         assert not addresses.hold()
         tensors[index].data = before
         assert addresses.hold()
+
+
+def test_addresses_keep_no_memory_alive_and_notice_that_it_went(device: Device) -> None:
+    tensors = [torch.nn.Parameter(torch.empty(1 << 10, device=device.device)) for _ in range(100)]
+    addresses = Addresses(tensors)
+    seen = storage_weakref(tensors[50])
+    with torch.no_grad():
+        tensors[50].data = torch.empty(1, device=device.device)
+    assert seen.expired() and not addresses.hold()
+    assert not addresses.hold()
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------

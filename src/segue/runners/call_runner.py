@@ -66,13 +66,13 @@ class CallRunner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to one call."""
-        return self._gated(self._call, args, kwargs)
+        return self.gated(self._call, args, kwargs)
 
     def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain function."""
-        return self._gated(lambda args, kwargs: self.run(*args, **kwargs), args, kwargs)
+        return self.gated(lambda args, kwargs: self.run(*args, **kwargs), args, kwargs)
 
-    def _gated(
+    def gated(
         self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """No call overlaps a capture in the background; a call inside such a capture is part of it."""
