@@ -153,6 +153,19 @@ def test_bisect_names_where_recorded_code_takes_another_way(device: Device) -> N
     assert "is not what eager does there" in str(culprit)
 
 
+def test_bisect_of_a_callable_that_fills_a_cache_the_first_time(device: Device) -> None:
+    cache: dict[int, torch.Tensor] = {}
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] not in cache:
+            cache[x.shape[0]] = torch.arange(float(x.shape[0]), device=x.device)
+        return x + cache[x.shape[0]]
+
+    with torch.no_grad():
+        assert segue.bisect(f, torch.randn(4, device=device.device)) is None
+    assert not cache
+
+
 def test_bisect_refuses_what_has_no_replay(device: Device) -> None:
     x = torch.randn(4, device=device.device)
     with torch.no_grad():

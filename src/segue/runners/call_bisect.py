@@ -49,6 +49,7 @@ def _bisect(wrapped: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str, A
     found = wrapped._dispatch.find(args, kwargs)
     if found.entry is None:
         raise CaptureError(f"segue.bisect compares replays, and this call runs eagerly ({found.reason}): {found.detail}")
+    state = HostState(Reach(wrapped._function))
     token = plainly_because.set(Reason.CAPTURING)
     try:
         with torch.no_grad() if wrapped._options.inference else torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -56,19 +57,16 @@ def _bisect(wrapped: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str, A
                 return _compare(wrapped, recording, static, lane, found)
     finally:
         plainly_because.reset(token)
+        state.restore()
 
 
 def _compare(wrapped: GraphedCallable, recording: Recording, static: StaticCall, lane: Lane, found: Found) -> Culprit | None:
     assert found.scan is not None
     static.load(found.scan.tensors)
-    state = HostState(Reach(wrapped._function))
-    try:
-        with unchanged(recording.owned, lane.device.device):
-            return first_difference(
-                recording, lambda: wrapped._runner.run(*static.args, **static.kwargs), lane.device, segmented=True
-            )
-    finally:
-        state.restore()
+    with unchanged(recording.owned, lane.device.device):
+        return first_difference(
+            recording, lambda: wrapped._runner.run(*static.args, **static.kwargs), lane.device, segmented=True
+        )
 
 
 @contextmanager
@@ -104,11 +102,10 @@ def _record(
     assert found.scan is not None and found.entry is not None
     backend = make_backend("ops", lane)
     static.load(found.scan.tensors)
-    state = HostState(Reach(wrapped._function))
+    with undoing_writes(lane.device.device):
+        trace = backend.trace(forward)[1]
+    state = HostState(Reach(wrapped._function))  # with the caches that the first run of all filled
     try:
-        with undoing_writes(lane.device.device):
-            trace = backend.trace(forward)[1]
-        state.restore()
         with lane.capture_pass():
             made = backend.record(found.entry.shape, forward, trace)
     finally:
