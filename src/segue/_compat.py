@@ -317,6 +317,11 @@ def set_stream_builtin() -> Any:
     return getattr(torch._C, "_cuda_setStream", None)
 
 
+def current_raw_stream(index: int) -> int:
+    """The driver's handle of a device's current stream; `torch.cuda.current_stream` makes an object, ten times slower."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 # -- the CUDA driver --------------------------------------------------------------------------------------------------
 
 

@@ -131,6 +131,10 @@ class Device(ABC):
     @abstractmethod
     def current_stream(self) -> Any: ...
 
+    def stream_key(self) -> int:
+        """A number that tells the current stream from others: asked at each replay."""
+        return 0
+
     @abstractmethod
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Runs a block on `stream`, ordered behind the current stream's work and before what follows on it."""

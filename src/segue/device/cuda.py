@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from segue._compat import CaptureProbe, pool_snapshot, stop_routing_to_pool, without_modes
+from segue._compat import CaptureProbe, current_raw_stream, pool_snapshot, stop_routing_to_pool, without_modes
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, PoolState, ShapeMemo
 from segue.device.operations import Operation
 from segue.device.watch import OperationMode, error_line
@@ -67,6 +67,9 @@ class CudaDevice(Device):
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
+
+    def stream_key(self) -> int:
+        return current_raw_stream(self.device.index)
 
     @contextlib.contextmanager
     def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:

@@ -33,6 +33,7 @@ class Lane:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._last_stream: Any = None
+        self._last_key: int | None = None
         self._passes = 0
 
     @property
@@ -66,11 +67,12 @@ class Lane:
         self._lock.acquire()
         self._owner = me
         self.generation += 1
-        stream = self.device.current_stream()
-        if stream != self._last_stream:
+        key = self.device.stream_key()
+        if key != self._last_key:
+            stream = self.device.current_stream()
             if self._last_stream is not None:
                 self.device.order(self._last_stream, stream)
-            self._last_stream = stream
+            self._last_stream, self._last_key = stream, key
 
     def leave(self) -> None:
         self._owner = None
