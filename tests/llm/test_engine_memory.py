@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -36,6 +37,12 @@ def tokens(engine: Engine) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
+def held_elsewhere() -> int:
+    """What lanes of other tests hold, which nobody closed."""
+    gc.collect()
+    return get_device("cpu").memory().driver_used
+
+
 def test_the_ledger_explains_every_byte_of_an_engine_s_graphs(model: Any) -> None:
     with engine_of(model) as engine:
         ledger = engine.ledger()
@@ -53,7 +60,7 @@ def test_the_ledger_explains_every_byte_of_an_engine_s_graphs(model: Any) -> Non
 
 
 def test_text_after_a_wake_equals_text_before(model: Any) -> None:
-    elsewhere = get_device("cpu").memory().driver_used  # of what other tests hold
+    elsewhere = held_elsewhere()
     with engine_of(model) as engine:
         before = tokens(engine)
         counts = engine.stats()["phases"]["decode"]["replays"]
@@ -100,7 +107,7 @@ def test_an_engine_captured_by_hand_sleeps_and_wakes_without_graphs(model: Any) 
 
 
 def test_a_wake_that_fails_leaves_the_engine_asleep_and_can_be_tried_again(model: Any) -> None:
-    elsewhere = get_device("cpu").memory().driver_used
+    elsewhere = held_elsewhere()
     with engine_of(model) as engine:
         before = tokens(engine)
         engine.sleep()

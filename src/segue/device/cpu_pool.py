@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import mmap
+import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -49,12 +50,24 @@ class _Block:
 class Mapped:
     """What all pools of one device hold: bytes reserved and in use, and how many may be reserved (None: no bound)."""
 
-    __slots__ = ("capacity", "live_bytes", "nbytes")
-
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self.nbytes = 0
-        self.live_bytes = 0
+        self._pools: weakref.WeakSet[CpuPool] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, pool: CpuPool) -> None:
+        with self._lock:
+            self._pools.add(pool)
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(pool.reserved_bytes for pool in self._pools)
+
+    @property
+    def live_bytes(self) -> int:
+        with self._lock:
+            return sum(pool.live_bytes for pool in self._pools)
 
 
 class CpuPool:
@@ -67,8 +80,10 @@ class CpuPool:
         self.is_retired = False
         self.peak_bytes = 0
         """bytes in use at most since `begin_peak`"""
+        self.reserved_bytes = 0
+        self.live_bytes = 0
         self._mapped = Mapped() if mapped is None else mapped
-        self._live_bytes = 0
+        self._mapped.add(self)
         self._chunks: list[torch.Tensor] = []
         self._starts: list[int] = []  # sorted addresses of chunks
         self._by_start: dict[int, int] = {}
@@ -87,13 +102,11 @@ class CpuPool:
     def begin_peak(self) -> int:
         """Measures the peak anew, and returns the bytes in use now."""
         self._collect()
-        self.peak_bytes = self._live_bytes
-        return self._live_bytes
+        self.peak_bytes = self.live_bytes
+        return self.live_bytes
 
     def close(self) -> None:
-        self._mapped.nbytes -= sum(chunk.numel() for chunk in self._chunks)
-        self._mapped.live_bytes -= self._live_bytes
-        self._live_bytes = 0
+        self.reserved_bytes = self.live_bytes = 0
         self._chunks.clear()
         self._starts.clear()
         self._views.clear()
@@ -149,9 +162,8 @@ class CpuPool:
         return chunk if address < start + self._chunks[chunk].numel() else None
 
     def _note_live(self, change: int) -> None:
-        self._live_bytes += change
-        self._mapped.live_bytes += change
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self.live_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _take(self, nbytes: int) -> _Block:
         self._collect()
@@ -189,7 +201,7 @@ class CpuPool:
                 f"the cpu device is out of memory: {nbytes} bytes wanted, {mapped.capacity - mapped.nbytes} of "
                 f"{mapped.capacity} left"
             )
-        mapped.nbytes += nbytes
+        self.reserved_bytes += nbytes
         with torch.inference_mode(False):  # mapped memory starts on a page, and so every block on 512 bytes
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             chunk = torch.frombuffer(memory, dtype=torch.uint8)
