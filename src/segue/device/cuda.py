@@ -261,7 +261,8 @@ class CudaCapture:
         with contextlib.suppress(RuntimeError):
             graph.reset()
         if status != "active":
-            self._recover()
+            with self.unrecorded():
+                self._recover()
 
     def unrecorded(self) -> contextlib.AbstractContextManager[Any]:
         return without_modes() if self._is_watched else contextlib.nullcontext()

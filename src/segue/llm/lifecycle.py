@@ -98,6 +98,7 @@ class Lifecycle(ABC):
 
     def _settle(self) -> Sizes:
         """The sizes to start with; measured on CUDA, unless the pages are given."""
+        self.device.flush()  # what an engine before this one left in torch's cache is free
         device, is_gathered = self.device.device, self.attention.is_gathered
         self.sizes = settle_sizes(self.config, self.facts, device, is_gathered=is_gathered)
         if sizing.is_measured(self.config, device):
