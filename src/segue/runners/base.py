@@ -186,25 +186,29 @@ class Runner(ABC, Generic[B]):
                     if self._is_budget_spent(key):
                         continue
                     before = self.lane.device.memory()
-                    trace = None if self._is_ruled_out(key, report) else self._warm(key, largest, tell, report)
-                    if trace is not None:
+                    warmed = None if self._is_ruled_out(key, report) else self._warm(key, largest, tell, report)
+                    if warmed is not None:
+                        trace, call = warmed
                         largest = largest or trace
                         tell(key, "capture")
                         loaded_bytes = self.lane.device.memory().unreserved - before.unreserved
-                        self._record(key, trace, loaded_bytes, report)
+                        self._record(key, trace, call, loaded_bytes, report)
         report.seconds = time.perf_counter() - start
         return report
 
-    def _warm(self, key: ShapeKey, largest: Trace | None, tell: Progress, report: CaptureReport) -> Trace | None:
-        """The trace of one rung; None where it failed. The device runs it while the host records."""
+    def _warm(
+        self, key: ShapeKey, largest: Trace | None, tell: Progress, report: CaptureReport
+    ) -> tuple[Trace, Call] | None:
+        """The trace of one rung, and the call that it saw; None where it failed. The device runs it while the host records."""
         tell(key, "warm-up")
         try:
-            with calling(self.prepare(key)):
+            call = self.prepare(key)
+            with calling(call):
                 trace = self.backend.trace(self.forward(key), like=largest)[1]
                 for _ in range(self.settings.num_warmups - 1):
                     before, trace = trace, self.backend.trace(self.forward(key), like=largest)[1]
                     before.check_scalars(trace)
-                return trace
+                return trace, call
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # they hold the pass's tensors as long as the error lives
             self._failed(key, CaptureOutOfMemory(f"out of memory in the warm-up: {error}"), report)
@@ -212,11 +216,11 @@ class Runner(ABC, Generic[B]):
             self._failed(key, error, report)
         return None
 
-    def _record(self, key: ShapeKey, trace: Trace, loaded_bytes: int, report: CaptureReport) -> None:
+    def _record(self, key: ShapeKey, trace: Trace, call: Call, loaded_bytes: int, report: CaptureReport) -> None:
         device = self.lane.device
         try:
             device.make_room()
-            with calling(self.prepare(key)), device.measure_peak(self.lane.pool) as peak:
+            with calling(call), device.measure_peak(self.lane.pool) as peak:
                 graph = self.backend.record(key, self.forward(key), trace)
         except CaptureError as error:
             self._failed(key, error, report)
