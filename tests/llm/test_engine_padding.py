@@ -42,13 +42,16 @@ def engine_of(model: Any, decode: str, prefill: str, **changes: Any) -> Engine:
     return Engine(model, EngineConfig(device="cpu", graphs=graphs, **sizes))
 
 
-@pytest.fixture(scope="module", params=[(f, *m) for f in FAMILIES for m in MODES], ids=lambda p: "-".join(p))
+CASES = [(f, *m, "as-is") for f in FAMILIES for m in MODES] + [(f, *m, "fused") for f in ("Llama", "Mixtral") for m in MODES]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: "-".join(p))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    family, decode, prefill = request.param
+    family, decode, prefill, kind = request.param
     model = tiny_model(family)
     with torch.no_grad():
         model.get_input_embeddings().weight[SPARE] = float("nan")
-    with engine_of(model, decode, prefill) as engine:
+    with engine_of(model, decode, prefill, fuse=kind == "fused") as engine:
         yield engine
 
 

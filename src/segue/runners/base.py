@@ -199,7 +199,7 @@ class Runner(ABC, Generic[B]):
     def _warm(
         self, key: ShapeKey, largest: Trace | None, tell: Progress, report: CaptureReport
     ) -> tuple[Trace, Call] | None:
-        """The trace of one rung, and the call that it saw; None where it failed. The device runs it while the host records."""
+        """The trace of one rung, and its call; None where it failed. The device runs it while the host records."""
         tell(key, "warm-up")
         try:
             call = self.prepare(key)
