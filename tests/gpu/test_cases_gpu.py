@@ -258,3 +258,76 @@ def test_f23_a_thread_pins_memory_and_uploads_while_another_captures() -> None:
         thread.join()
     assert not errors, errors
     assert rounds[0] > 0 and step.report().captures == 48 and step.report().replays == 96
+
+
+# -- kernels that torch's dispatcher does not launch --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scale() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """``x *= factor`` by a Triton kernel, launched as users launch theirs."""
+    pytest.importorskip("triton")
+    from triton_support import scale_kernel
+
+    def launch(x: torch.Tensor, factor: torch.Tensor) -> None:
+        scale_kernel[(1,)](x, factor, x.numel(), BLOCK=1024)
+
+    return launch
+
+
+class Scaled(torch.nn.Module):
+    """Reads a buffer, a plain attribute and an argument through raw launches, and writes an argument."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+        self.register_buffer("factor", torch.full((1,), 2.0, device="cuda"))
+        self.held = {"other": torch.full((1,), 3.0, device="cuda")}
+
+    def forward(self, x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        self.scale(y, self.factor)
+        self.scale(into, self.held["other"])
+        return y * 2
+
+
+def test_what_raw_launches_write_reaches_the_caller_and_what_they_read_is_watched(scale: Any) -> None:
+    step, plain = segue.graph(Scaled(scale)), Scaled(scale)
+    for turn in range(12):
+        if turn == 6:
+            for module in (step.module, plain):
+                module.factor = torch.full((1,), 5.0, device="cuda")
+        if turn == 9:
+            for module in (step.module, plain):
+                module.held["other"] = torch.full((1,), 7.0, device="cuda")
+        x = torch.arange(100.0, device="cuda") + turn
+        mine, theirs = torch.ones(50, device="cuda"), torch.ones(50, device="cuda")
+        same(step(x, mine), plain(x, theirs))
+        same(mine, theirs)
+        churn(get_device("cuda"))
+    report = step.report()
+    assert sum(row.calls for row in report.rows) >= 1
+    assert "no torch operation" in str(report)
+
+
+def test_raw_launches_into_padded_arguments_reach_the_caller(scale: Any) -> None:
+    factor = torch.full((1,), 2.0, device="cuda")
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        scale(x, factor)
+        return x + 1
+
+    step = segue.graph(double, pad={"x": segue.Pad(dim=0, ladder=(4, 8), fill=0.0)})
+    for rows in (3, 3, 4, 3, 7, 7, 8, 5):
+        x = torch.arange(float(rows), device="cuda")
+        got = step(x)
+        expected = torch.arange(float(rows), device="cuda") * 2
+        same(x, expected)
+        same(got, expected + 1)
+
+
+def test_strict_mode_refuses_raw_launches(scale: Any) -> None:
+    step = segue.graph(Scaled(scale), strict=True)
+    with pytest.raises(segue.StrictModeError, match="no torch operation"):
+        for _ in range(3):
+            step(torch.ones(100, device="cuda"), torch.ones(50, device="cuda"))

@@ -69,6 +69,8 @@ class RecordingBackend(Backend):
     """What `full` and `breakable` share: the recorder, told whether to break."""
 
     per_operation: ClassVar[bool] = False
+    notes_unseen = False
+    """whether recordings of full traces tell work that no torch operation launched; set it where no one vouches for it"""
 
     def trace(self, forward: Forward, like: Trace | None = None) -> tuple[Any, Trace]:
         """On the lane's stream, whose library workspaces the capture then finds made."""
@@ -91,6 +93,7 @@ class RecordingBackend(Backend):
             trace,
             segmented=self.is_segmented,
             per_operation=self.per_operation,
+            notes_unseen=self.notes_unseen,
         )
         recording = recorder.record(forward)
         driver_bytes = lane.device.driver_used() - used_before - recording.pool_bytes

@@ -91,6 +91,9 @@ class Pool(Protocol):
 class Capture(Protocol):
     """One recording session. `is_valid` turns false when the device refused something that cannot be taken back."""
 
+    unseen: list[str]
+    """where work was recorded that no torch operation launched, in a session that was asked to look for it"""
+
     def begin(self) -> None: ...
 
     def end(self) -> DeviceGraph | None:
@@ -121,9 +124,19 @@ class Device(ABC):
 
     @abstractmethod
     def capture(
-        self, pool: Pool, stream: Any, observer: Observer | None = None, shapes: ShapeMemo | None = None
+        self,
+        pool: Pool,
+        stream: Any,
+        observer: Observer | None = None,
+        shapes: ShapeMemo | None = None,
+        *,
+        notes_unseen: bool = False,
     ) -> AbstractContextManager[Capture]:
-        """A session on `stream`; entered before the first `begin`, left after the last `end` or `abort`."""
+        """A session on `stream`; entered before the first `begin`, left after the last `end` or `abort`.
+
+        With `notes_unseen` an observed session tells work that torch's dispatcher did not launch, at the price of two
+        questions to the driver for each operation.
+        """
 
     @abstractmethod
     def new_stream(self) -> Any: ...

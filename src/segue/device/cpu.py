@@ -49,7 +49,13 @@ class CpuDevice(Device):
 
     @contextlib.contextmanager
     def capture(
-        self, pool: Any, stream: Any = None, observer: Observer | None = None, shapes: ShapeMemo | None = None
+        self,
+        pool: Any,
+        stream: Any = None,
+        observer: Observer | None = None,
+        shapes: ShapeMemo | None = None,
+        *,
+        notes_unseen: bool = False,
     ) -> Iterator[CpuCapture]:
         session = CpuCapture(pool, observer, {} if shapes is None else shapes)
         with HostReads(session.refuse_read), _CaptureMode(session):
@@ -125,6 +131,7 @@ class CpuCapture:
         self._tape_arguments = TapeArguments(pool)
         self._steps: list[Step] | None = None
         self._refusal: CaptureError | None = None
+        self.unseen: list[str] = []  # nothing but torch's operations runs here
 
     def begin(self) -> None:
         if self._steps is not None:

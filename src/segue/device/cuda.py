@@ -28,7 +28,7 @@ import torch
 from segue._compat import CaptureProbe, current_raw_stream, pool_snapshot, stop_routing_to_pool, without_modes
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, PoolState, ShapeMemo
 from segue.device.operations import Operation
-from segue.device.watch import OperationMode, error_line
+from segue.device.watch import OperationMode, describe_line, error_line, user_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
 _MODE = "thread_local"
@@ -52,10 +52,16 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def capture(
-        self, pool: Any, stream: Any, observer: Observer | None = None, shapes: ShapeMemo | None = None
+        self,
+        pool: Any,
+        stream: Any,
+        observer: Observer | None = None,
+        shapes: ShapeMemo | None = None,
+        *,
+        notes_unseen: bool = False,
     ) -> Iterator[CudaCapture]:
-        session = CudaCapture(pool, stream, is_watched=observer is not None)
-        watch = contextlib.nullcontext() if observer is None else _ObserverMode(observer)
+        session = CudaCapture(pool, stream, is_watched=observer is not None, notes_unseen=notes_unseen)
+        watch = contextlib.nullcontext() if observer is None else _ObserverMode(observer, session)
         with self.on_stream(stream), watch:
             try:
                 yield session
@@ -215,8 +221,11 @@ class CudaGraph:
 class CudaCapture:
     """One session on one stream. Nothing here allocates device memory; torch's allocator does, from the pool."""
 
-    def __init__(self, pool: CudaPool, stream: torch.cuda.Stream, *, is_watched: bool) -> None:
+    def __init__(self, pool: CudaPool, stream: torch.cuda.Stream, *, is_watched: bool, notes_unseen: bool = False) -> None:
         self._is_watched = is_watched
+        self._notes_unseen = notes_unseen
+        self._num_seen = 0
+        self.unseen: list[str] = []
         self._pool = pool
         self._stream = stream
         self._probe = CaptureProbe(stream)
@@ -229,10 +238,12 @@ class CudaCapture:
         self._open = graph
         with self.unrecorded():  # torch fills the generators' own tensors here
             graph.capture_begin(pool=self._pool.id, capture_error_mode=_MODE)
+        self.mark_seen()
 
     def end(self) -> DeviceGraph | None:
         graph = self._open
         assert graph is not None, "end() without begin()"
+        self.note_unseen("the end of a segment")
         status, nodes = self._probe.ask()
         start = time.perf_counter()
         try:
@@ -264,6 +275,16 @@ class CudaCapture:
             with self.unrecorded():
                 self._recover()
 
+    def note_unseen(self, where: str | None = None) -> None:
+        """Whether something was launched since the last operation that the dispatcher told of."""
+        if self._notes_unseen and self._open is not None and self._probe.ask()[1] > self._num_seen:
+            self.unseen.append(where or describe_line(user_line()) or "an unknown line")
+
+    def mark_seen(self) -> None:
+        """What is recorded until now is accounted for."""
+        if self._notes_unseen:
+            self._num_seen = self._probe.ask()[1]
+
     def unrecorded(self) -> contextlib.AbstractContextManager[Any]:
         return without_modes() if self._is_watched else contextlib.nullcontext()
 
@@ -292,12 +313,15 @@ class CudaCapture:
 
 
 class _ObserverMode(OperationMode):
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, session: CudaCapture) -> None:
         super().__init__("cuda")
         self._observer = observer
+        self._session = session
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._session.note_unseen()
         result = op.overload(*args, **kwargs)
+        self._session.mark_seen()
         self._observer(op, args, kwargs, result)
         return result
 

@@ -118,4 +118,6 @@ def hooks(reach: Reach) -> list[str]:
     tables = [(vars(m).get(name), type(m).__name__) for m in reach.modules for name in HOOKS]
     if reach.modules:
         tables += [(table, "every module") for table in global_hooks()]
-    return list(dict.fromkeys(f"a forward hook of {owner}" for table, owner in tables if table))
+    return list(
+        dict.fromkeys(f"a forward hook of {owner} runs at capture, not at replay" for table, owner in tables if table)
+    )

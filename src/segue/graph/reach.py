@@ -71,6 +71,11 @@ class Reach:
         while self._queue and len(self.links) < _MAX_LINKS:
             self._visit(*self._queue.popleft())
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor found: those of modules, and those that links lead to."""
+        found = [t for m in self.modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        return found + [link.value for link in self.links if isinstance(link.value, torch.Tensor)]
+
     def path(self, index: int | None) -> Iterator[int]:
         """The links that lead to one, itself included."""
         while index is not None:

@@ -112,6 +112,8 @@ class Recording:
         self.externals: dict[int, torch.Tensor] = {}
         """the outside tensors that are read, by storage handle; of these, `written` are also written"""
         self.written: dict[int, torch.Tensor] = {}
+        self.unseen: list[str] = []
+        """where work was recorded that no torch operation launched, if that was looked for: what it reads is not known"""
         self.operations: dict[int, OperationNote] = {}
         """by step, where each operation was recorded as a segment of its own"""
         self._calls = [step.replay for step in steps]
@@ -168,17 +170,26 @@ class Recorder:
     """Records one forward pass. Use one object for one attempt.
 
     With `per_operation` (needs a full trace) each operation becomes a segment of its own, so that a fault can be
-    followed to one of them.
+    followed to one of them. With `notes_unseen` (likewise) the recording tells work that no torch operation launched.
     """
 
     def __init__(
-        self, device: Device, pool: Pool, stream: Any, trace: Trace, *, segmented: bool, per_operation: bool = False
+        self,
+        device: Device,
+        pool: Pool,
+        stream: Any,
+        trace: Trace,
+        *,
+        segmented: bool,
+        per_operation: bool = False,
+        notes_unseen: bool = False,
     ) -> None:
         self._device = device
         self._pool = pool
         self._stream = stream
         self._trace = trace
         self._segmented = segmented
+        self._notes_unseen = notes_unseen
         self._ownership = Ownership(device, pool, trace.externals)
         self._steps: list[DeviceGraph | Break] = []
         self._num_breaks = 0
@@ -218,7 +229,8 @@ class Recorder:
     def _capture(self, forward: Callable[[], Any]) -> Recording:
         shapes = self._trace.shapes
         with capturing(), _no_collection(), without_autocast_cache(), handling(self if self._segmented else None):
-            with self._device.capture(self._pool, self._stream, self._watch, shapes) as session:
+            noting = self._notes_unseen
+            with self._device.capture(self._pool, self._stream, self._watch, shapes, notes_unseen=noting) as session:
                 self._session = session
                 try:
                     session.begin()
@@ -240,6 +252,7 @@ class Recorder:
         owned = list(self._ownership.owned.values()) + list(outside.externals.values())
         recording = Recording(self._steps, unflatten(spec, iter(kept)), owned)
         recording.externals, recording.written = outside.externals, outside.written
+        recording.unseen = list(dict.fromkeys(session.unseen))
         return recording
 
     def _undo(self, session: Capture, error: BaseException) -> BaseException | None:

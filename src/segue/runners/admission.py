@@ -19,7 +19,7 @@ import torch
 from segue._compat import storage_handle
 from segue.backends import Backend
 from segue.errors import CaptureError, HostReadError
-from segue.graph import Call, Trace, calling
+from segue.graph import Call, Recording, Trace, calling
 from segue.graph.audit import Audit
 from segue.graph.effects import HostState, hooks
 from segue.graph.lease import Outputs
@@ -91,6 +91,7 @@ def admit(
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
     _hand_over(backend.lane, output)
     if not is_live:
+        written |= {i for i in static.distinct if _differ(static.live_part(i, scan.tensors[i]), scan.tensors[i])}
         output = _from_static(output, static, scan, padded, trace, written)
     admission = Admission(output, operations=len(trace.operations))
     with _refusing(admission):
@@ -153,7 +154,24 @@ def _capture(
         raise _Refused(Reason.UNSAFE_EFFECTS, f"the result holds a {opaque[0]}, which cannot be taken apart or compared")
     reach = Reach(origin)
     admission.effects = hooks(reach)
+    if graph.recording.unseen:
+        admission.effects.append(_take_all_as_touched(graph.recording, reach, static))
+        written = set(static.distinct)
     return CallGraph(graph, static, written, Audit(reach, graph.recording.externals))
+
+
+def _take_all_as_touched(recording: Recording, reach: Reach, static: StaticCall) -> str:
+    """Work that no torch operation launched (a kernel of Triton's, say) may read and write whatever the callable reaches:
+    all of that is watched as if it were read and written."""
+    buffers = {storage_handle(b) for b in static.buffers}
+    for tensor in reach.tensors():
+        if tensor.layout is torch.strided and tensor.device == static.device and storage_handle(tensor) not in buffers:
+            recording.externals.setdefault(storage_handle(tensor), tensor.detach())
+            recording.written.setdefault(storage_handle(tensor), tensor.detach())
+    return (
+        f"it launches work that is no torch operation (before {recording.unseen[0]}), so all arguments count as written "
+        "and all tensors that it reaches as read; register such a kernel as a torch operation to be exact"
+    )
 
 
 def _effects_text(changed: list[str]) -> str:
@@ -196,10 +214,7 @@ def keeps_arguments(scan: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _are_held(origin: Callable[..., Any], tensors: list[torch.Tensor]) -> bool:
     """Whether an argument is part of a tensor that the callable reaches by itself."""
-    reach = Reach(origin)
-    held = [link.value for link in reach.links]
-    held += [t for m in reach.modules for t in (*m._parameters.values(), *m._buffers.values())]
-    handles = {storage_handle(t) for t in held if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+    handles = {storage_handle(t) for t in Reach(origin).tensors() if t.layout is torch.strided}
     return any(storage_handle(t) in handles for t in tensors)
 
 
@@ -215,6 +230,11 @@ def _from_static(output: Any, static: StaticCall, scan: Scan, padded: Padded | N
 
 def _is_written(tensor: torch.Tensor, version: int | None, trace: Trace) -> bool:
     return storage_handle(tensor) in trace.written or _version(tensor) != version
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape differ; NaN equals NaN."""
+    return not bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -17,6 +17,7 @@ import torch
 
 from segue._compat import is_observed
 from segue.backends import Backend, make_backend
+from segue.backends.base import RecordingBackend
 from segue.device import get_device
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
@@ -47,6 +48,8 @@ class Site:
     def __init__(self, device: torch.device, options: Options) -> None:
         self.lane = Lane(get_device(device))
         self.backend: Backend = make_backend(options.recorder, self.lane)
+        if isinstance(self.backend, RecordingBackend):
+            self.backend.notes_unseen = True
         self.store = CallStore(options.max_graphs, options.budget_bytes, self.lane, may_reset=options.outputs != "view")
         self.readers: list[Any] = []
         """streams that leases were named to be read on"""

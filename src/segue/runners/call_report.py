@@ -110,9 +110,7 @@ class CallReport:
         if self.rows:
             headers = ["shape", "segments", "breaks", "nodes", "hits", "padded / real", "seconds", "freed if evicted"]
             lines.append(format_table(headers, [_cells(row) for row in self.rows]))
-        lines += [
-            f"{row.record.key}: {effect} runs at capture, not at replay" for row in self.rows for effect in row.effects
-        ]
+        lines += [f"{row.record.key}: {effect}" for row in self.rows for effect in row.effects]
         lines += [f"{row.record.key}: unverified: {row.unverified}" for row in self.rows if row.unverified]
         lines += [f"{key}: {reason}: {detail}" for key, reason, detail in self.refused[:_MOST_LINES]]
         if len(self.refused) > _MOST_LINES:
