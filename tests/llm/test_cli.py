@@ -226,6 +226,7 @@ def test_json_holds_what_was_printed(run: Run, tiny_chat: str, tmp_path: Path) -
     file = tmp_path / "out.json"
     result = run("generate", "Hello", "--model", tiny_chat, "--json", str(file), "--stats", *QUICK)
     assert result.status == 0 and "ready after" in result.err and "Traceback" not in result.err
+    assert "\nfusion: " in result.err
     written = json.loads(file.read_text())
     (output,) = written["outputs"]
     assert output["prompt"] == "Hello" and output["finish_reason"] == "length" and len(output["token_ids"]) == 8
@@ -284,6 +285,28 @@ def test_the_doctor_says_what_works(run: Run, tmp_path: Path) -> None:
     for finding in findings.values():
         assert finding["what"] in result.out and finding["state"] in ("ok", "optional")
     assert {what for what in findings if what.startswith("extra")} == {"extra llm", "extra report"}
+
+
+def test_the_doctor_says_how_a_model_would_run(run: Run, tmp_path: Path) -> None:
+    tiny_model("Granite", residual_multiplier=0.22).save_pretrained(tmp_path / "granite")
+    file = tmp_path / "doctor.json"
+    result = run("doctor", "--model", str(tmp_path / "granite"), "--device", "cpu", "--json", str(file))
+    lines = result.out.partition("\n\n")[2].splitlines()
+    assert result.status == 0 and result.err == ""
+    assert lines == [
+        "model: GraniteForCausalLM on cpu, 2 layers, float32, context 512",
+        "attention: auto -> torch_sdpa (triton's kernels are for CUDA, and this is a cpu)",
+        "fusion: off by default on cpu",
+        "  norm: 5 fused",
+        "  mlp: 2 fused",
+        "  attention: 2 fused",
+        "  layer: 0 fused; 2 not: GraniteDecoderLayer: it computes something else",
+        "  rotary: 1 fused",
+    ]
+    assert [f"{f['what']}: {f['detail']}" for f in json.loads(file.read_text())[-len(lines) :]] == lines
+    (tmp_path / "none").mkdir()
+    result = run("doctor", "--model", str(tmp_path / "none"))
+    assert result.status == 1 and "it has no config.json" in result.err and "Traceback" not in result.err
 
 
 @pytest.mark.parametrize("with_conversion", [False, True])

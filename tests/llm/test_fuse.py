@@ -11,7 +11,7 @@ from torch import nn
 from segue import config as c
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.attention import register
-from segue.llm.fuse import FusionReport, fuse
+from segue.llm.fuse import FusionReport, explain_fusion, fuse
 from segue.llm.kernels import reference
 from segue.llm.load import LoadedModel, load_model
 
@@ -68,7 +68,7 @@ def test_a_fused_model_may_be_taken_again_fused_or_not() -> None:
     for is_fused in (True, True, False, True):
         with engine_of(model, "full", "breakable", fuse=is_fused) as engine:
             (output,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
-            assert (engine.fusion is not None) is is_fused
+            assert (engine.fusion is not None) is (engine.stats()["fusion"] is not None) is is_fused
             assert engine.fusion is None or engine.fusion.fused["layer"] == 2
             assert is_fused == ("forward" in vars(model.model.layers[0]))
         assert_same_text(oracle, prompt, output.token_ids, expected, f"fused {is_fused}")
@@ -85,7 +85,13 @@ def test_a_fused_model_answers_as_itself_outside_an_engine(family: str) -> None:
 def test_a_layer_that_scales_its_residual_is_not_fused_whole() -> None:
     report = fused(loaded("Granite", residual_multiplier=0.22))
     assert report.fused["layer"] == 0 and report.fused["attention"] == report.fused["mlp"] == 2
-    assert report.left["layer", "GraniteDecoderLayer: it computes something else"] == 2
+    why = "GraniteDecoderLayer: it computes something else"
+    assert report.left["layer", why] == 2
+    assert explain_fusion(report) == (
+        "fusion: 5 norm, 2 mlp, 2 attention, 1 rotary; 2 parts as they were (why: segue doctor --model)"
+    )
+    assert report.to_dict()["left"] == [{"kind": "layer", "reason": why, "count": 2}]
+    assert explain_fusion(None).startswith("fusion: off")
 
 
 @pytest.mark.parametrize("part", ["input_layernorm", "self_attn", "mlp", "self_attn.q_proj", "mlp.up_proj"])

@@ -1,4 +1,8 @@
-"""`segue doctor`: what works on this machine, what is missing, and the remedy, a line each."""
+"""`segue doctor`: what works on this machine, what is missing, and the remedy, a line each.
+
+With `--model` also what an engine would make of a checkpoint here: its attention, and which parts are fused, which not,
+and why.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,8 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    return None
+    parser.add_argument("--model", metavar="DIR", help="also say how this checkpoint (or GGUF file, or hub id) would run")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it would run")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,8 +50,37 @@ def run(options: argparse.Namespace) -> int:
     findings += [_extra(name, modules) for name, modules in _EXTRAS.items()]
     findings.append(_guarded("default model", _default_model))
     print(format_table(["what", "state", "detail", "remedy"], [list(f) for f in findings]))
+    if options.model is not None:
+        of_model = _model(options.model, options.device)
+        print("\n" + "\n".join(f"{f.what}: {f.detail}" for f in of_model))
+        findings += of_model
     write_json(options.json, [f._asdict() for f in findings])
     return 1 if any(f.state == "failed" for f in findings) else 0
+
+
+def _model(source: str, device_name: str) -> list[Finding]:
+    """The checkpoint, its attention, and each kind of part with what was fused. Raises as loading it in an engine does."""
+    from segue.llm.attention import choose_attention, needs_of, register
+    from segue.llm.config import torch_device
+    from segue.llm.fuse import fuse
+    from segue.llm.load import load_model
+
+    device = torch_device(device_name)
+    register()
+    loaded = load_model(source, device=device)
+    facts = loaded.facts
+    size = f"{facts.num_layers} layers, {facts.dtype}, context {facts.max_context}".replace("torch.", "")
+    attention = choose_attention("auto", needs_of(facts), device).explain().removeprefix("attention: ")
+    default = "on by default here" if device.type == "cuda" else f"off by default on {device.type}"
+    found = [
+        Finding("model", "ok", f"{facts.architecture} on {device}, {size}"),
+        Finding("attention", "ok", attention),
+        Finding("fusion", "ok", default),
+    ]
+    for line in fuse(loaded.model, facts, facts.max_context).lines():
+        kind, _, what = line.partition(": ")
+        found.append(Finding(f"  {kind}", "ok", what))
+    return found
 
 
 def _guarded(what: str, check: Callable[[], Finding]) -> Finding:

@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     prompts = _read_prompts(options)
     from segue.llm import Engine, EngineConfig, SamplingParams, default_model
+    from segue.llm.fuse import explain_fusion
 
     with usage():
         params = SamplingParams(
@@ -82,7 +83,8 @@ def run(options: argparse.Namespace) -> int:
     with engine:
         seconds = time.perf_counter() - start
         names = [_queue(engine, prompt, params, is_raw=options.raw) for prompt in prompts]
-        note(f"{engine.sizes.explain()}\n{engine.attention.explain()}\n{engine.resolved.explain()}")
+        note(f"{engine.sizes.explain()}\n{engine.attention.explain()}\n{explain_fusion(engine.fusion)}")
+        note(engine.resolved.explain())
         note(f"ready after {seconds:.1f} s on {engine.device.device}")
         outputs = _generate(engine, prompts, names)
         stats = engine.stats()

@@ -431,6 +431,7 @@ class Engine(Lifecycle):
                 "running": self._scheduler.num_running,
                 "preemptions": self._scheduler.num_preemptions,
                 "attention": self.attention.name,
+                "fusion": None if self.fusion is None else self.fusion.to_dict(),
                 "pages": self._pages.capacity,
                 "free_pages": self._pages.num_free,
                 "cache_bytes": self.cache.nbytes,

@@ -58,6 +58,20 @@ class FusionReport:
                 found.append("; ".join([f"{kind}: {self.fused[kind]} fused", *reasons]))
         return found
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        left = [{"kind": kind, "reason": why, "count": count} for (kind, why), count in self.left.items()]
+        return {"fused": dict(self.fused), "left": left}
+
+
+def explain_fusion(report: FusionReport | None) -> str:
+    """What start-up prints: one line. None is an engine that does not fuse."""
+    if report is None:
+        return "fusion: off (on by default on cuda)"
+    fused = ", ".join(f"{report.fused[kind]} {kind}" for kind in _KINDS if report.fused[kind]) or "nothing"
+    left = report.left.total()
+    return f"fusion: {fused}" + (f"; {left} parts as they were (why: segue doctor --model)" if left else "")
+
 
 class _Seen(NamedTuple):
     """What a module was called with in the check pass, and what it answered."""
