@@ -67,7 +67,7 @@ class ToyRunner(Runner[Toy]):
         self.inputs[: decision.real].copy_(batch.rows)
         return Call()
 
-    def live_output(self, output: Any, batch: Toy) -> Any:
+    def live_output(self, output: Any, batch: Toy, key: ShapeKey) -> Any:
         return output[: batch.rows.shape[0]]
 
     def run_eagerly(self, batch: Toy) -> Any:

@@ -58,12 +58,12 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     torch.cuda.empty_cache()
 
 
-def engine_of(model: Any, decode: str, prefill: str, attention: str = "auto") -> Engine:
-    sizes = {"max_requests": 8, "max_context": 512, "chunk_size": 256, "num_pages": 400}
+def engine_of(model: Any, decode: str, prefill: str, attention: str = "auto", **changes: Any) -> Engine:
+    sizes: dict[str, Any] = {"max_requests": 8, "max_context": 512, "chunk_size": 256, "num_pages": 400}
     graphs = GraphConfig(decode=decode, prefill=prefill)
     if attention in LIBRARIES:
         pytest.importorskip(LIBRARIES[attention])
-    return Engine(model, EngineConfig(device="cuda", attention=attention, graphs=graphs, **sizes))
+    return Engine(model, EngineConfig(device="cuda", attention=attention, graphs=graphs, **(sizes | changes)))
 
 
 def batches(engine: Engine, runner: BatchRunner) -> Iterator[Any]:
@@ -114,3 +114,39 @@ def test_text_is_the_same_with_and_without_graphs(model: Any) -> None:
         assert [o.token_ids for o in outputs] == [o.token_ids for o in again]
         assert engine.stats()["phases"]["decode"]["eager"] == {}
         assert engine.stats()["phases"]["prefill"]["eager"] == {}
+
+
+DRAWS = [
+    SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.3, min_p=0.02, seed=5, max_tokens=24, ignore_eos=True),
+]
+SORTS = [*DRAWS[:2], SamplingParams(temperature=1.1, top_k=50, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True)]
+
+
+@pytest.mark.parametrize("params", [DRAWS, SORTS], ids=["drawn", "sorted"])
+def test_draws_are_the_same_recorded_or_behind_the_replay_and_ahead_or_not(model: Any, params: list[SamplingParams]) -> None:
+    prompts = [[5, 6, 7], list(range(100, 400)), [9] * 40]
+    found = set()
+    for recorded in ((), ("drawn", "sorted")):
+        for overlap in (True, False):
+            with engine_of(model, "full", "breakable", sampling_graphs=recorded, overlap=overlap) as engine:
+                found.add(tuple(o.token_ids for o in engine.generate(prompts, params)))
+                assert engine.stats()["phases"]["decode"]["eager"] == {}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("params", [DRAWS[1:2] * 3, DRAWS, SORTS], ids=["greedy", "drawn", "sorted"])
+def test_a_decode_step_takes_one_copy_to_the_device(model: Any, params: list[SamplingParams]) -> None:
+    with engine_of(model, "full", "breakable", overlap=True) as engine:
+        for n, each in enumerate(params):
+            engine.add_request([5 + n] * 9, each)
+        for _ in range(4):
+            engine.step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(5):
+                engine.step()
+            torch.cuda.synchronize()
+    copies = [event for event in profile.events() if "HtoD" in event.name]
+    assert len(copies) == 5

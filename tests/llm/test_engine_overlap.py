@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from segue import config as c
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.pages import PagePool
+from segue.llm.sampler import sample
 from segue.llm.scheduler import Request, Scheduler
 
 pytest.importorskip("transformers")
@@ -54,7 +56,86 @@ def test_the_text_is_that_of_transformers() -> None:
     assert list(output.token_ids) == greedy(oracle, PROMPTS[2], 40)
 
 
-def test_requests_that_draw_or_are_penalised_run_in_step() -> None:
+DRAWS = [
+    SamplingParams(temperature=0.8, seed=1, max_tokens=24),
+    SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True),
+    SamplingParams(temperature=1.3, min_p=0.02, seed=-5, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=2**63 + 11, max_tokens=9),
+]
+SORTS = [
+    *DRAWS,
+    SamplingParams(temperature=1.5, top_k=12, seed=3, max_tokens=21, ignore_eos=True),
+    SamplingParams(temperature=1.1, top_p=0.8, seed=4, max_tokens=30),
+    SamplingParams(temperature=2.0, top_k=40, top_p=0.9, min_p=0.01, seed=6, max_tokens=15, ignore_eos=True),
+]
+
+
+def by_hand(params: SamplingParams, prompt: list[int]) -> tuple[int, ...]:
+    """A text token by token: transformers' logits, and the sampler over what the host knows."""
+    oracle, request = tiny_model(eos_token_id=ENDS), Request("by hand", prompt, params)
+    while len(request.generated_ids) < params.max_tokens:
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([[*prompt, *request.generated_ids]])).logits[0, -1:]
+            request.generated_ids += sample(logits, [request]).token_ids.tolist()
+        if request.generated_ids[-1] in ENDS and not params.ignore_eos:
+            break
+    return tuple(request.generated_ids)
+
+
+@pytest.fixture(scope="module")
+def drawn_by_hand() -> list[tuple[int, ...]]:
+    return [by_hand(params, prompt) for params, prompt in zip(SORTS, PROMPTS, strict=True)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("decode", "recorded"),
+    [("full", ()), ("full", ("drawn",)), ("full", ("sorted",)), ("breakable", ("drawn", "sorted")), ("disabled", ())],
+)
+def test_draws_are_those_made_by_hand(
+    decode: str, recorded: tuple[str, ...], overlap: bool, drawn_by_hand: list[tuple[int, ...]]
+) -> None:
+    with engine_of(overlap, decode, sampling_graphs=recorded) as engine:
+        for params in (DRAWS, SORTS):  # a batch of four; then seven of all kinds, three of which wait
+            found = engine.generate(PROMPTS[: len(params)], params)
+            assert [o.token_ids for o in found] == drawn_by_hand[: len(params)]
+        alone = [engine.generate(p, q)[0].token_ids for p, q in zip(PROMPTS, SORTS, strict=True)]
+        assert alone == drawn_by_hand
+        graphs = engine.stats()["phases"]["decode"]["graphs"]
+        assert {g["variant"] for g in graphs} == (set() if decode == "disabled" else {"", *recorded})
+        assert all(g["hits"] for g in graphs if g["tokens"] == 1)
+
+
+@pytest.mark.parametrize("recorded", [(), ("drawn",)])
+def test_steps_that_draw_run_ahead(recorded: tuple[str, ...]) -> None:
+    with engine_of(True, sampling_graphs=recorded, max_requests=2) as engine:
+        for params in (DRAWS[0], SORTS[-1]):
+            name = engine.add_request(PROMPTS[1], params)
+            engine.step()
+            engine.step()
+            assert engine._flight is not None
+            engine.abort(name)
+            engine.take_output(name)
+            engine._land()
+
+
+def test_ways_of_sampling_are_refused_by_name() -> None:
+    for wrong in (("greedy",), ["drawn"], "drawn"):
+        with pytest.raises(c.ConfigError, match=r"sampling_graphs is .*; it must be 'auto' or a tuple of drawn, sorted"):
+            EngineConfig(sampling_graphs=wrong)  # type: ignore[arg-type]
+
+
+def test_a_shape_without_its_recording_of_draws_takes_the_greedy_one() -> None:
+    params = [SamplingParams(temperature=0.9, seed=n, max_tokens=12, ignore_eos=True) for n in range(2)]
+    with engine_of(False, sampling_graphs=("drawn",)) as engine:
+        expected = [o.token_ids for o in engine.generate(PROMPTS[:2], params)]
+        for key in [key for key in engine.decode.store if key.variant == "drawn"]:
+            engine.decode.evict(key)
+        assert [o.token_ids for o in engine.generate(PROMPTS[:2], params)] == expected
+        assert engine.stats()["phases"]["decode"]["eager"] == {}
+
+
+def test_requests_with_penalties_or_log_probabilities_run_in_step() -> None:
     params = [SamplingParams(temperature=0.9, seed=7, max_tokens=20, logprobs=2)] * 3
     params += [SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=20)] * 2 + PARAMS[:2]
     with engine_of(False) as plain, engine_of(True) as engine:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from segue.llm.pages import NULL_PAGE, PAGE_SIZE, SCRAP_PAGE, pages_for
+from segue.llm.step_sampling import StepSampling
 
 __all__ = [
     "NULL_PAGE",
@@ -67,6 +68,7 @@ class HostBatch:
     `width` is the number of tokens that each real request brings where that is the same for all, else 0. The tensors
     are never written after construction, and may be copied to the device at any time. `device_ids` has the real tokens
     where the host does not know them yet (the step before chose them); then those in `tensors` stand for nothing.
+    `sampling` is what the step draws by; without, each request gets its likeliest token.
     """
 
     query_lens: tuple[int, ...]
@@ -79,6 +81,7 @@ class HostBatch:
     page_size: int
     tensors: BatchTensors
     device_ids: torch.Tensor | None = None
+    sampling: StepSampling | None = None
 
     @property
     def uniform(self) -> bool:
@@ -104,7 +107,7 @@ class ForwardBatch:
     """A batch on the device. Its tensors may be a runner's static buffers: then they change at the runner's next load.
 
     `tree_mask` holds packed bits for speculative trees, None for a causal batch. `plan` is what the attention planned
-    for the batch. See `BatchTensors` for the shapes.
+    for the batch. `sampling` is None where the pass does not draw. See `BatchTensors` for the shapes.
     """
 
     input_ids: torch.Tensor
@@ -118,6 +121,7 @@ class ForwardBatch:
     host: HostBatch
     tree_mask: torch.Tensor | None = None
     plan: Any = None
+    sampling: StepSampling | None = None
 
     def planned(self, plan: Any) -> ForwardBatch:
         return replace(self, plan=plan)
@@ -183,6 +187,7 @@ def pad_host(host: HostBatch, tokens: int, requests: int, pages: int | None = No
         page_size=host.page_size,
         tensors=tensors,
         device_ids=host.device_ids,
+        sampling=None if host.sampling is None else host.sampling.padded(requests),
     )
 
 
@@ -214,7 +219,10 @@ def to_device(host: HostBatch, device: torch.device | str, tree_mask: torch.Tens
     """Copies of `host`'s tensors on `device`: what an eager pass uses, where no static buffers exist."""
     moved = {name: tensor.to(device, copy=True) for name, tensor in host.tensors._asdict().items()}
     fill_ids(moved["input_ids"], host)
-    return ForwardBatch(**moved, host=host, tree_mask=tree_mask)
+    sampling = host.sampling
+    if sampling is not None:
+        sampling = StepSampling(sampling.variant, sampling.numbers.to(device), sampling.integers.to(device))
+    return ForwardBatch(**moved, host=host, tree_mask=tree_mask, sampling=sampling)
 
 
 def fill_ids(input_ids: torch.Tensor, host: HostBatch) -> None:

@@ -14,6 +14,7 @@ from segue.llm.facts import ModelFacts
 from segue.llm.host_memory import available_bytes
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import NUM_RESERVED_PAGES, PAGE_SIZE, pages_for
+from segue.llm.step_sampling import VARIANTS
 
 _CPU_CACHE_BYTES = 1 << 30
 _CPU_MAX_CONTEXT = 1024
@@ -29,7 +30,10 @@ class EngineConfig:
     prompt and output of one request together, `num_pages` the cache (16 tokens a page, two of them reserved).
     `memory_fraction` sizes the cache instead, on CUDA: how much of the device's memory may be in use once the engine has
     started, other processes and the largest eager pass included. `fuse` says whether the model's layers are fused
-    (`segue.llm.fuse`); "auto" is on cuda.
+    (`segue.llm.fuse`); "auto" is on cuda. `sampling_graphs` names the ways of sampling that decode graphs are recorded with,
+    besides taking the likeliest token: "drawn" (temperature, min-p), "sorted" (top-k, top-p as well). Steps that sample in
+    another way are a replay with the sampling behind it. "auto" is "drawn" on cuda, and none on cpu: each doubles the decode
+    graphs, which take seconds on cpu and save nothing there; and behind the sort of a vocabulary the launches are cheap.
     """
 
     device: str | torch.device = "auto"
@@ -42,6 +46,7 @@ class EngineConfig:
     attention: str = "auto"
     fuse: bool | Literal["auto"] = "auto"
     overlap: bool | Literal["auto"] = "auto"
+    sampling_graphs: tuple[str, ...] | Literal["auto"] = "auto"
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
@@ -54,6 +59,10 @@ class EngineConfig:
         for name in ("fuse", "overlap"):
             if getattr(self, name) not in (True, False, "auto"):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True, False or 'auto'")
+        if self.sampling_graphs != "auto" and not _are_variants(self.sampling_graphs):
+            raise ConfigError(
+                f"sampling_graphs is {self.sampling_graphs!r}; it must be 'auto' or a tuple of {', '.join(VARIANTS)}"
+            )
         if not isinstance(self.graphs, GraphConfig):
             raise ConfigError(f"graphs is {self.graphs!r}; it must be a GraphConfig, such as GraphConfig(decode='full')")
         for name, least in (("chunk_size", 1), ("max_requests", 1), ("max_context", 2), ("num_pages", 3)):
@@ -107,6 +116,13 @@ def torch_device(name: str | torch.device) -> torch.device:
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"device is {str(name)!r}: {str(error).splitlines()[0]}") from None
     return device
+
+
+def sampling_graphs(config: EngineConfig, device_type: str) -> tuple[str, ...]:
+    """The ways of sampling that are recorded for decode."""
+    if config.sampling_graphs == "auto":
+        return ("drawn",) if device_type == "cuda" else ()
+    return tuple(dict.fromkeys(config.sampling_graphs))
 
 
 def settle_sizes(
@@ -169,6 +185,10 @@ def fitted_graphs(graphs: GraphConfig, sizes: Sizes) -> GraphConfig:
         if not isinstance(asked.ladder, str):
             fitted[phase] = replace(asked, ladder=tuple(sorted({min(rung, end) for rung in asked.ladder})))
     return replace(graphs, **fitted)
+
+
+def _are_variants(value: object) -> bool:
+    return isinstance(value, tuple) and all(name in VARIANTS for name in value)
 
 
 def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device: torch.device, *, is_gathered: bool) -> None:

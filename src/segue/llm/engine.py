@@ -24,7 +24,7 @@ from segue.errors import SegueError
 from segue.llm.arguments import Prompt, check_type, many_prompts, params_of_each
 from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
-from segue.llm.config import EngineConfig, fitted_graphs, torch_device
+from segue.llm.config import EngineConfig, fitted_graphs, sampling_graphs, torch_device
 from segue.llm.fuse import FusionReport, fuse, unfuse
 from segue.llm.lifecycle import Lifecycle
 from segue.llm.load import load_model
@@ -32,9 +32,10 @@ from segue.llm.outputs import RequestOutput, TokenLogprob
 from segue.llm.prompts import chat_ids, encode
 from segue.llm.readback import Pending
 from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner, StepOutput
-from segue.llm.sampler import Logprobs, SamplingParams, is_plain_greedy, sample
+from segue.llm.sampler import Logprobs, SamplingParams, sample
 from segue.llm.scheduler import Request, Step
 from segue.llm.stats import phase_stats
+from segue.llm.step_sampling import chosen, step_sampling, variant_of
 from segue.llm.text import IncrementalDetokenizer
 from segue.memory.lane import Lane
 from segue.runners import Progress
@@ -54,11 +55,11 @@ class _Live:
 
 
 class _Flight(NamedTuple):
-    """A step that the device has been given. `greedy` has its tokens where the next step could start from them."""
+    """A step that the device has been given. `tokens` are what it chose, where the next step could start from them."""
 
     step: Step
     pending: Pending
-    greedy: torch.Tensor | None
+    tokens: torch.Tensor | None
     logprobs: Logprobs | None
 
 
@@ -159,6 +160,7 @@ class Engine(Lifecycle):
                 self._run_model,
                 attention,
                 Limits(decode.ladder, sizes.max_requests, sizes.max_context, sizes.max_requests),
+                variants=sampling_graphs(self.config, self.device.kind),
                 strict=strict,
             ),
         )
@@ -180,7 +182,7 @@ class Engine(Lifecycle):
             logits_to_keep=batch.last_index,
         )
         logits: torch.Tensor = output.logits[0]
-        return StepOutput(logits, torch.ops.segue.greedy(logits))
+        return StepOutput(logits, chosen(logits, batch.sampling))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -239,10 +241,10 @@ class Engine(Lifecycle):
                     return False
                 flight = self._launch(step, None)
             try:
-                if runs_ahead and flight.greedy is not None and self._weights_hold():
+                if runs_ahead and flight.tokens is not None and self._weights_hold():
                     following = self._scheduler.schedule_ahead()
                     if following is not None:
-                        self._flight = self._launch(following, flight.greedy)
+                        self._flight = self._launch(following, flight.tokens)
                 token_ids = _checked(flight.pending.wait())
             except BaseException:
                 self._flight = None
@@ -258,19 +260,23 @@ class Engine(Lifecycle):
         """Gives `step` to the device. `device_ids` are the tokens of its rows where the step before is still under way."""
         runner: BatchRunner = self.prefill if step.kind == "prefill" else self.decode
         requests = [row.request for row in step.rows]
+        variant = variant_of(requests)
         try:
             if device_ids is None:
                 rows = [RequestRows(row.token_ids, row.request.num_cached, row.request.pages) for row in step.rows]
             else:
                 rows = [RequestRows((0,), request.num_cached + 1, request.pages) for request in requests]
+            ahead = int(device_ids is not None)
+            sampling = step_sampling(requests, variant or "", self.facts.vocab_size, ahead=ahead)
             with torch.inference_mode():
-                output: StepOutput = runner.execute(replace(build_batch(rows), device_ids=device_ids))
-                if is_plain_greedy(requests):
-                    pending = self._readback.start(output.greedy)
-                    flight = _Flight(step, pending, output.greedy[0] if step.kind == "decode" else None, None)
+                host = replace(build_batch(rows), device_ids=device_ids, sampling=sampling)
+                output: StepOutput = runner.execute(host)
+                if variant is not None:
+                    pending = self._readback.start(output.chosen)
+                    flight = _Flight(step, pending, output.chosen[0] if step.kind == "decode" else None, None)
                 else:
                     sampled = sample(output.logits, requests)
-                    pending = self._readback.start(torch.stack((sampled.token_ids, output.greedy[1])))
+                    pending = self._readback.start(torch.stack((sampled.token_ids, output.chosen[1])))
                     flight = _Flight(step, pending, None, sampled.logprobs)
         except BaseException:
             self._scheduler.cancel(step)

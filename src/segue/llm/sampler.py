@@ -24,8 +24,9 @@ import torch
 from segue.llm.sampling_params import SamplingParams, draw_seed
 
 __all__ = [
-    "Logprobs", "Sampled", "SamplerInputs", "SamplerMode", "SamplerState", "SamplingParams", "choose", "draw_seed",
-    "prepare", "processed_logits", "sample", "token_logprobs", "uniforms",
+    "Logprobs", "Sampled", "SamplerInputs", "SamplerMode", "SamplerState", "SamplingParams", "choose", "draw",
+    "draw_seed", "has_penalty", "integers_of", "numbers_of", "prepare", "processed_logits", "sample", "token_logprobs",
+    "uniforms",
 ]  # fmt: skip
 
 # splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed 64-bit integers.
@@ -91,16 +92,11 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None
 
 
-def is_plain_greedy(states: Sequence[SamplerState]) -> bool:
-    """Whether every row takes its likeliest token, and nothing else is asked of the logits."""
-    return all(s.params.is_greedy and not _has_penalty(s.params) and s.params.logprobs is None for s in states)
-
-
 def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> Sampled:
     """Choose the next token of each row of `logits` ``[R, V]`` for the request in the same place of `states`."""
     if logits.shape[0] != len(states):
         raise ValueError(f"logits have {logits.shape[0]} rows for {len(states)} requests; pass one row a request")
-    if all(state.params.is_greedy and not _has_penalty(state.params) for state in states):
+    if all(state.params.is_greedy and not has_penalty(state.params) for state in states):
         token_ids = logits.argmax(dim=-1)
     else:
         token_ids = choose(logits, prepare(states, logits.shape[-1], logits.device))
@@ -122,7 +118,7 @@ def prepare(
     where a request's history is longer.
     """
     params = [state.params for state in states]
-    uses_penalties = any(map(_has_penalty, params))
+    uses_penalties = any(map(has_penalty, params))
     mode = SamplerMode(
         is_all_greedy=all(p.is_greedy for p in params),
         uses_penalties=uses_penalties,
@@ -132,9 +128,9 @@ def prepare(
     padding = (len(states) if num_rows is None else num_rows) - len(states)
     if padding < 0:
         raise ValueError(f"{len(states)} requests do not fit into num_rows={num_rows}")
-    numbers = [_numbers(p) for p in params] + [(1.0, 0.0, 0.0, 1.0, 0.0, 0.0)] * padding
-    integers = [_integers(state, vocab_size) for state in states] + [(vocab_size, 0, 0, 1)] * padding
-    penalised = [state if uses_penalties and _has_penalty(state.params) else None for state in states]
+    numbers = [numbers_of(p) for p in params] + [(1.0, 0.0, 0.0, 1.0, 0.0, 0.0)] * padding
+    integers = [integers_of(state, vocab_size) for state in states] + [(vocab_size, 0, 0, 1)] * padding
+    penalised = [state if uses_penalties and has_penalty(state.params) else None for state in states]
     penalised += [None] * padding
     prompts = [() if state is None else state.prompt_ids for state in penalised]
     outputs = [() if state is None else state.generated_ids for state in penalised]
@@ -156,10 +152,13 @@ def choose(logits: torch.Tensor, inputs: SamplerInputs) -> torch.Tensor:
     greedy = scores.argmax(dim=-1)
     if mode.is_all_greedy:
         return greedy
-    _, seeds, positions, is_greedy = inputs.integers
-    probabilities = _restricted(scores, inputs).softmax(dim=-1)
-    drawn = _inverse_cdf(probabilities, uniforms(seeds, positions))
-    return torch.where(is_greedy.bool(), greedy, drawn)
+    return torch.where(inputs.integers[3].bool(), greedy, draw(scores, inputs))
+
+
+def draw(scores: torch.Tensor, inputs: SamplerInputs) -> torch.Tensor:
+    """A token of each row of float32 `scores` (after penalties), drawn even where the row is greedy. Recordable."""
+    _, seeds, positions, _ = inputs.integers
+    return _inverse_cdf(_restricted(scores, inputs).softmax(dim=-1), uniforms(seeds, positions))
 
 
 def processed_logits(logits: torch.Tensor, inputs: SamplerInputs) -> torch.Tensor:
@@ -191,11 +190,13 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     return Logprobs(logprobs.gather(1, token_ids[:, None])[:, 0], top.values, top.indices)
 
 
-def _has_penalty(params: SamplingParams) -> bool:
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether earlier tokens change the logits."""
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def _numbers(params: SamplingParams) -> tuple[float, ...]:
+def numbers_of(params: SamplingParams) -> tuple[float, ...]:
+    """A row of `SamplerInputs.numbers`."""
     return (
         1.0 if params.is_greedy else params.temperature,
         0.0 if params.is_greedy else 1.0 - params.top_p,
@@ -206,11 +207,13 @@ def _numbers(params: SamplingParams) -> tuple[float, ...]:
     )
 
 
-def _integers(state: SamplerState, vocab_size: int) -> tuple[int, int, int, int]:
+def integers_of(state: SamplerState, vocab_size: int, ahead: int = 0) -> tuple[int, int, int, int]:
+    """A row of `SamplerInputs.integers`, where `ahead` tokens more were generated than the state knows."""
     params = state.params
     is_limited = params.top_k > 0 and not params.is_greedy
     top_k = min(params.top_k, vocab_size) if is_limited else vocab_size
-    return top_k, _signed(state.seed), len(state.prompt_ids) + len(state.generated_ids), int(params.is_greedy)
+    position = len(state.prompt_ids) + len(state.generated_ids) + ahead
+    return top_k, _signed(state.seed), position, int(params.is_greedy)
 
 
 def _history(rows: Sequence[Sequence[int]], vocab_size: int, width: int | None) -> torch.Tensor:

@@ -30,6 +30,7 @@ def phase_stats(runner: BatchRunner, report: CaptureReport | None) -> dict[str, 
             {
                 "tokens": r.key.tokens,
                 "context": r.key.context,
+                "variant": r.key.variant,
                 "segments": r.segments,
                 "breaks": r.breaks,
                 "nodes": r.nodes,

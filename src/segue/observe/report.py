@@ -70,7 +70,7 @@ def _graph_row(graph: Mapping[str, Any]) -> list[str]:
     return [
         "",
         "",
-        f"{graph['tokens']}{context}",
+        f"{graph['tokens']}{context} {graph['variant']}".rstrip(),
         "1",
         str(graph["hits"]),
         "",

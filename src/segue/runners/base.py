@@ -114,8 +114,8 @@ class Runner(ABC, Generic[B]):
         """Puts the live batch into static memory, padded; what `current()` is for it."""
 
     @abstractmethod
-    def live_output(self, output: Any, batch: B) -> Any:
-        """The live part of a replay's output: a view, valid until the lane's next replay."""
+    def live_output(self, output: Any, batch: B, key: ShapeKey) -> Any:
+        """The live part of the output of a replay of `key`: a view, valid until the lane's next replay."""
 
     @abstractmethod
     def run_eagerly(self, batch: B) -> Any:
@@ -125,7 +125,10 @@ class Runner(ABC, Generic[B]):
 
     def decide(self, batch: B) -> Decision:
         """Which recording answers `batch`, or why none does. Counts nothing."""
-        live = self.describe(batch)
+        return self.decide_live(self.describe(batch))
+
+    def decide_live(self, live: Live) -> Decision:
+        """The same for a batch of such counts."""
         if self.settings.backend == "disabled":
             return Decision(None, "disabled", Reason.DISABLED, live.tokens, live.tokens)
         most = self.max_padding(live)
@@ -161,7 +164,7 @@ class Runner(ABC, Generic[B]):
         record.hits += 1
         record.real += decision.real
         record.padded += decision.padded
-        return self.live_output(output, batch)
+        return self.live_output(output, batch, decision.key)
 
     # -- capture -------------------------------------------------------------------------------------------------------
 

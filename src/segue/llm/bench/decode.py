@@ -102,7 +102,7 @@ def measure_decode(
 
 
 def _step(runner: BatchRunner, host: HostBatch) -> Any:
-    return runner.execute(host).greedy.tolist()
+    return runner.execute(host).chosen.tolist()
 
 
 def measure_compiled(model: Any, device: torch.device, context: int, *, rounds: int = 5) -> dict[str, Any]:

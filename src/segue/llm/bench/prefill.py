@@ -51,7 +51,7 @@ def prefill_engine(model: Any, device: torch.device, backend: str, lengths: Sequ
 def step_of(runner: BatchRunner, host: HostBatch) -> Any:
     """One whole step, until its token is on the host."""
     with torch.inference_mode():
-        return runner.execute(host).greedy.tolist()
+        return runner.execute(host).chosen.tolist()
 
 
 def measure_prefill(

@@ -3,12 +3,15 @@
 All integers of a batch lie in one static buffer. A load pads the batch on the host (`pad_host` makes padded rows
 harmless) and copies every field whole, in one copy, so no tail is ever left from an earlier batch.
 The attention then plans for the batch: a live plan where attention runs between segments or eagerly, a static one where
-it is recorded. The recording holds the model, the LM head for the last token of each request slot, and the greedy choice.
+it is recorded. The recording holds the model, the LM head for the last token of each request slot, and the choice of its
+token; the variant of its key says how tokens are chosen. A batch that asks for another way than any recording holds gets
+its logits by replay, and its tokens by operations behind it, from the same static memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,8 +20,9 @@ from segue.backends import Backend, Forward
 from segue.graph import Call, calling
 from segue.inputs import PackedInputs, Padding, Slot
 from segue.llm.attention import Attention, StaticPlan
-from segue.llm.batch import ForwardBatch, HostBatch, dummy_batch, fill_ids, pad_host, to_device
+from segue.llm.batch import BatchTensors, ForwardBatch, HostBatch, dummy_batch, fill_ids, pad_host, to_device
 from segue.llm.pages import pages_for
+from segue.llm.step_sampling import NUM_INTEGERS, NUM_NUMBERS, StepSampling, chosen, covering, idle
 from segue.observe.decision import Decision
 from segue.runners import Live, Runner, Settings
 from segue.shapes.key import ShapeKey
@@ -30,11 +34,11 @@ class StepOutput(NamedTuple):
 
     logits: torch.Tensor
     """``[R, vocabulary]`` of each slot's last token"""
-    greedy: torch.Tensor
-    """``[2, R]`` int64: the likeliest token, and whether its logit is finite (no NaN or infinity in the row)"""
+    chosen: torch.Tensor
+    """``[2, R]`` int64: the chosen token, and whether the largest logit is finite (no NaN or infinity in the row)"""
 
     def first(self, count: int) -> StepOutput:
-        return StepOutput(self.logits[:count], self.greedy[:, :count])
+        return StepOutput(self.logits[:count], self.chosen[:, :count])
 
 
 Model = Callable[[ForwardBatch], StepOutput]
@@ -63,9 +67,12 @@ class BatchRunner(Runner[HostBatch]):
         attention: Attention,
         limits: Limits,
         *,
+        variants: Sequence[str] = (),
         strict: bool = False,
     ) -> None:
+        """`variants` are recorded besides the one that takes the likeliest tokens."""
         super().__init__(settings, backend, strict=strict)
+        self.variants = (*sorted(variants, reverse=True), "")  # of equal shapes the largest is recorded first
         self._model = model
         self._attention = attention
         self.limits = limits
@@ -74,7 +81,9 @@ class BatchRunner(Runner[HostBatch]):
         self._plans: dict[ShapeKey, StaticPlan] = {}
         self._inputs: PackedInputs | None = None
         if limits.ladder:
-            self._inputs = PackedInputs(_slots(self._pages), self._device, limits.ladder[-1], self.slots(limits.ladder[-1]))
+            most = self.slots(limits.ladder[-1])
+            self._inputs = PackedInputs(_slots(self._pages), self._device, limits.ladder[-1], most)
+            self._idle = idle(most)
 
     def slots(self, tokens: int) -> int:
         """Request slots of a recording of `tokens` tokens."""
@@ -103,6 +112,15 @@ class BatchRunner(Runner[HostBatch]):
 
     # -- Runner --------------------------------------------------------------------------------------------------------
 
+    def decide(self, batch: HostBatch) -> Decision:
+        live = self.describe(batch)
+        wanted = covering("" if batch.sampling is None else batch.sampling.variant)
+        decisions = (self.decide_live(live._replace(variant=variant)) for variant in wanted if variant in self.variants)
+        for decision in decisions:
+            if decision.key is not None:
+                break
+        return decision
+
     def prepare(self, key: ShapeKey) -> Call:
         page_size, longest = self._attention.cache.page_size, self.limits.max_context
         host = dummy_batch(key.tokens, self.slots(key.tokens), longest=longest, page_size=page_size)
@@ -116,8 +134,12 @@ class BatchRunner(Runner[HostBatch]):
         assert decision.key is not None
         return self._load(batch, decision.key)
 
-    def live_output(self, output: StepOutput, batch: HostBatch) -> StepOutput:
-        return output.first(batch.num_requests)
+    def live_output(self, output: StepOutput, batch: HostBatch, key: ShapeKey) -> StepOutput:
+        live = output.first(batch.num_requests)
+        if batch.sampling is None or key.variant:
+            return live
+        held = self._held_sampling(key, batch.sampling.variant).first(batch.num_requests)
+        return StepOutput(live.logits, chosen(live.logits, held))
 
     def run_eagerly(self, batch: HostBatch) -> StepOutput:
         return self.run_on(to_device(batch, self._device)).first(batch.num_requests)
@@ -125,7 +147,7 @@ class BatchRunner(Runner[HostBatch]):
     def run_padded_eagerly(self, batch: HostBatch, key: ShapeKey) -> StepOutput:
         """The batch padded to `key` exactly as a replay sees it, but run eagerly: the oracle for replays."""
         with self.lane.exclusive(), calling(self._load(batch, key)):
-            return self.forward(key)().first(batch.num_requests)
+            return self.live_output(self.forward(key)(), batch, key)
 
     def run_on(self, batch: ForwardBatch) -> StepOutput:
         """The model over a device batch, eagerly, with a live plan."""
@@ -145,20 +167,31 @@ class BatchRunner(Runner[HostBatch]):
         assert self._inputs is not None
         slots = self.slots(key.tokens)
         host = pad_host(batch, key.tokens, slots, self._pages)
-        self._inputs.load(host.tensors._asdict(), key.tokens, slots)
+        drawn = self._idle.first(slots) if host.sampling is None else host.sampling
+        sources = host.tensors._asdict() | {"sample_numbers": drawn.numbers, "sample_integers": drawn.integers}
+        self._inputs.load(sources, key.tokens, slots)
         fill_ids(self._inputs.view(key.tokens, slots)["input_ids"], host)
         return Call(batch=self._static_batch(key, host))
 
     def _static_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
         assert self._inputs is not None
-        batch = ForwardBatch(**self._inputs.view(key.tokens, self.slots(key.tokens)), host=host)
+        views = self._inputs.view(key.tokens, self.slots(key.tokens))
+        sampling = self._held_sampling(key, key.variant) if key.variant else None
+        batch = ForwardBatch(**{name: views[name] for name in BatchTensors._fields}, host=host, sampling=sampling)
         if self.backend.is_segmented:
             return batch.planned(self._attention.plan_live(batch, key))
-        plan = self._plans.get(key)
+        shape = replace(key, variant="")  # variants differ behind the attention
+        plan = self._plans.get(shape)
         if plan is None:
-            plan = self._plans[key] = self._attention.static_plan(key)
+            plan = self._plans[shape] = self._attention.static_plan(shape)
         plan.update(batch)
         return batch.planned(plan)
+
+    def _held_sampling(self, key: ShapeKey, variant: str) -> StepSampling:
+        """What the rows last loaded for `key` ask for, in static memory."""
+        assert self._inputs is not None
+        views = self._inputs.view(key.tokens, self.slots(key.tokens))
+        return StepSampling(variant, views["sample_numbers"], views["sample_integers"])
 
 
 def _slots(pages: int) -> list[Slot]:
@@ -173,4 +206,6 @@ def _slots(pages: int) -> list[Slot]:
         Slot("block_table", "requests", torch.int32, whole, shape=(pages,)),
         Slot("num_tokens", None, torch.int32, whole, shape=(1,)),
         Slot("last_index", "requests", torch.int64, whole),
+        Slot("sample_numbers", "requests", torch.float32, whole, shape=(NUM_NUMBERS,)),
+        Slot("sample_integers", "requests", torch.int64, whole, shape=(NUM_INTEGERS,)),
     ]

@@ -18,11 +18,14 @@ class DecodeRunner(BatchRunner):
 
     def keys(self) -> Sequence[ShapeKey]:
         if self.backend.is_segmented:
-            return [ShapeKey("decode", tokens=rung) for rung in self.limits.ladder]
+            return [
+                ShapeKey("decode", tokens=rung, variant=variant) for rung in self.limits.ladder for variant in self.variants
+            ]
         return [
-            ShapeKey("decode", tokens=rung, requests=rung, uniform=True, context=context)
+            ShapeKey("decode", tokens=rung, requests=rung, uniform=True, context=context, variant=variant)
             for rung in self.limits.ladder
             for context in self.contexts()
+            for variant in self.variants
         ]
 
     def describe(self, batch: HostBatch) -> Live:
