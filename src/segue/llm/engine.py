@@ -24,7 +24,7 @@ from segue.errors import SegueError
 from segue.llm.arguments import Prompt, check_type, many_prompts, params_of_each
 from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
-from segue.llm.config import EngineConfig, fitted_graphs, sampling_graphs, torch_device
+from segue.llm.config import EngineConfig, fitted_graphs, torch_device
 from segue.llm.fuse import FusionReport, fuse, unfuse
 from segue.llm.lifecycle import Lifecycle
 from segue.llm.load import load_model
@@ -160,7 +160,7 @@ class Engine(Lifecycle):
                 self._run_model,
                 attention,
                 Limits(decode.ladder, sizes.max_requests, sizes.max_context, sizes.max_requests),
-                variants=sampling_graphs(self.config, self.device.kind),
+                variants=self.config.sampling_graphs,
                 strict=strict,
             ),
         )

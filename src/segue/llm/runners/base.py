@@ -72,7 +72,7 @@ class BatchRunner(Runner[HostBatch]):
     ) -> None:
         """`variants` are recorded besides the one that takes the likeliest tokens."""
         super().__init__(settings, backend, strict=strict)
-        self.variants = (*sorted(variants, reverse=True), "")  # of equal shapes the largest is recorded first
+        self.variants = (*sorted(set(variants), reverse=True), "")  # of equal shapes the largest is recorded first
         self._model = model
         self._attention = attention
         self.limits = limits
