@@ -77,6 +77,45 @@ def test_build_and_throughput_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "segue reaches" in capsys.readouterr().out
 
 
+def test_padding_of_tokens_and_of_slots_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "padding.json"
+    job = ("--tokens", "3:8,17:32", "--slot-tokens", "32", "--empty", "2,31")
+    assert bench("padding", "--device", "cpu", *job, "--json", str(file)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed)) <= 160 and printed[-1].endswith(("is shown here", "is refuted here"))
+    result = json.loads(file.read_text())
+    assert [(r["real"], r["rung"]) for r in result["tokens"]] == [(3, 8), (17, 32)]
+    assert [(r["requests"], r["empty"]) for r in result["slots"]] == [(30, 2), (1, 31)]
+    for row in (*result["tokens"], *result["slots"]):
+        seconds, count = row["seconds"], row.get("empty") or row["rung"] - row["real"]
+        cost = seconds["padded"]["median"] - seconds["fits"]["median"]
+        assert row["cost_each_s"] * count == pytest.approx(cost) and min(s["low"] for s in seconds.values()) > 0
+    most = {kind: max(row["cost_share"] for row in result[kind]) for kind in ("tokens", "slots")}
+    assert result["is_claim_shown"] == (most["slots"] < most["tokens"]) == ("shown" in printed[-1])
+
+
+def test_the_matrix_of_modes_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "matrix.json"
+    job = ("--decode", "1,2", "--prefill", "8", "--context", "5", "--calls", "5", "--arms", "disabled,full,breakable")
+    assert bench("matrix", "--device", "cpu", *job, "--json", str(file)) == 0
+    captured = capsys.readouterr()
+    assert max(map(len, captured.out.splitlines())) <= 120 and "compile on x graphs off: " in captured.err
+    result = json.loads(file.read_text())
+    assert [(a["arm"], a["shapes"]) for a in result["arms"]] == [("disabled", 0), ("full", 3), ("breakable", 3)]
+    assert all(set(arm["resolved"].values()) == {arm["arm"]} for arm in result["arms"])
+    rows = result["rows"]
+    cells = [
+        (p, n, arm) for p, n in (("decode", 1), ("decode", 2), ("prefill", 8)) for arm in ("disabled", "full", "breakable")
+    ]
+    assert [(r["phase"], r["rung"], r["arm"]) for r in rows] == cells
+    for row in rows:
+        assert row["graphs"] == (row["arm"] != "disabled") == (row["pool_bytes"] > 0) and not row["compile"]
+        assert row["reason"] == (None if row["graphs"] else "disabled") and row["device_s"] is None
+        latency, samples = row["latency_s"], sorted(row["samples_s"])
+        assert [latency["p50"], latency["p90"], latency["p99"]] == [samples[2], samples[4], samples[4]] and len(samples) == 5
+        assert 0 < row["submit_s"] <= latency["p50"]
+
+
 def test_ceilings_reach_from_small_ones_over_the_chunk_to_one_beyond() -> None:
     assert default_ceilings(2048) == (64, 256, 1024, 2048, 4096)
     assert default_ceilings(8192) == (64, 256, 1024, 4096, 8192, 16384)
@@ -91,6 +130,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int]] = {
     "--lengths takes": (("throughput", "--lengths", "1,2,3"), 2),
     "no shape is called 'huge'": (("memory", "--shape", "huge"), 2),
     "at least 1": (("memory", "--chunk-size", "0"), 2),
+    "--tokens is '16:9'": (("padding", "--tokens", "16:9"), 2),
+    "--empty must stay below 32": (("padding", "--empty", "32"), 2),
+    "--arms is 'fast'": (("matrix", "--arms", "fast"), 2),
+    "--context and --calls": (("matrix", "--calls", "0"), 2),
 }
 
 

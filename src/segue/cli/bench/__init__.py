@@ -6,7 +6,7 @@ in `COMMANDS`.
 
 from __future__ import annotations
 
-from segue.cli.bench import build, decode, memory, prefill, throughput
+from segue.cli.bench import build, decode, matrix, memory, padding, prefill, throughput
 
 HELP = "measure what graphs cost and bring here"
-COMMANDS = (decode, prefill, build, throughput, memory)
+COMMANDS = (decode, prefill, build, throughput, memory, padding, matrix)

@@ -36,11 +36,12 @@ def run(options: argparse.Namespace) -> int:
     with usage():
         model = make_model(options, device)
     context = min(4096, model.config.get_text_config().max_position_embeddings)
+    variants = tuple(filter(None, options.sampling_graphs.split(",")))
     with usage():
         config = EngineConfig(
             device=device, attention=options.attention, chunk_size=options.chunk_size, max_requests=options.max_requests,
             max_context=context, num_pages=NUM_RESERVED_PAGES + 8 * pages_for(context) + options.max_requests,
-            graphs=GraphConfig(prefill=options.prefill), sampling_graphs=tuple(filter(None, options.sampling_graphs.split(","))),
+            graphs=GraphConfig(prefill=options.prefill), sampling_graphs=variants,
         )  # fmt: skip
     rows: list[dict[str, Any]] = []
     for start in ("first", "second"):

@@ -1,0 +1,158 @@
+"""The crossed experiment: compiler on and off, graphs on and off, backend, rung; every arm in turn, step by step.
+
+A step goes from the batch on the host to its tokens on the host. *Submission* is the host's time until all of it is queued,
+*device* the time between two events around it on the device's stream, which has its gaps in it: where both agree with the
+latency, launches bind. On cpu the host is the device, and there are no events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from segue.config import BACKENDS, GraphConfig, PhaseConfig
+from segue.llm.batch import HostBatch
+from segue.llm.bench.decode import decode_batch
+from segue.llm.bench.prefill import prefill_batch
+from segue.llm.config import EngineConfig
+from segue.llm.engine import Engine
+from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
+from segue.llm.runners import BatchRunner
+
+ARMS = ("disabled", *(name for name in BACKENDS if name not in ("auto", "disabled")))
+COMPILING = frozenset({"tc_piecewise"})
+_WARMUPS = 3
+_PERCENTILES = (50, 90, 99)
+
+
+class _Step(NamedTuple):
+    """Seconds of one step."""
+
+    submit: float
+    device: float | None
+    latency: float
+
+
+def measure_matrix(
+    model: Any,
+    device: torch.device,
+    attention: str,
+    arms: Sequence[str],
+    rungs: Mapping[str, Sequence[int]],
+    context: int,
+    *,
+    calls: int,
+) -> dict[str, Any]:
+    """`rungs` has the sizes of ``decode`` (requests with `context` tokens each) and ``prefill`` (tokens of one request).
+    Batches fill their rung."""
+    with ExitStack() as stack, torch.inference_mode():
+        engines: dict[str, Engine] = {}
+        builds = []
+        for name in arms:
+            begun = time.perf_counter()
+            engines[name] = stack.enter_context(Engine(model, _config(device, attention, name, rungs, context)))
+            builds.append(_build(name, engines[name]) | {"start_s": time.perf_counter() - begun})
+        rows = []
+        for phase, sizes in rungs.items():
+            for size in sizes:
+                host = decode_batch(size, context) if phase == "decode" else prefill_batch(size)
+                rows += _rows(engines, phase, size, host, calls)
+    return {"arms": builds, "rows": rows, "context": context, "calls": calls, "absent": _absent()}
+
+
+def _config(
+    device: torch.device, attention: str, backend: str, rungs: Mapping[str, Sequence[int]], context: int
+) -> EngineConfig:
+    requests, tokens = max(rungs["decode"]), max(rungs["prefill"])
+    longest = max(context + 1, tokens) + 1
+    pages = NUM_RESERVED_PAGES + max(requests * pages_for(context + 1), 2 * pages_for(longest))
+    decode, prefill = (PhaseConfig(backend=backend, ladder=tuple(rungs[phase])) for phase in ("decode", "prefill"))
+    return EngineConfig(
+        device=device, attention=attention, max_requests=requests, chunk_size=tokens, max_context=longest, num_pages=pages,
+        graphs=GraphConfig(decode=decode, prefill=prefill),
+    )  # fmt: skip
+
+
+def _build(name: str, engine: Engine) -> dict[str, Any]:
+    records = [record for runner in engine.runners for record in runner.store.records()]
+    return {
+        "arm": name,
+        "resolved": {runner.phase: runner.backend.name for runner in engine.runners},
+        "choices": [f"{c.phase}.{c.field}: {c.asked} -> {c.got}: {c.why}" for c in engine.resolved.choices],
+        "attention": engine.attention.name,
+        "shapes": len(records),
+        "capture_s": sum(report.seconds for report in engine.capture_reports.values()),
+        "pool_bytes": engine.lane.reserved_bytes,
+        "driver_bytes": sum(record.driver_bytes for record in records),
+    }
+
+
+def _rows(engines: Mapping[str, Engine], phase: str, size: int, host: HostBatch, calls: int) -> list[dict[str, Any]]:
+    runners = {name: _runner(engine, phase) for name, engine in engines.items()}
+    taken: dict[str, list[_Step]] = {name: [] for name in engines}
+    for number in range(_WARMUPS + calls):
+        for name, runner in runners.items():
+            step = _timed(runner, host)
+            if number >= _WARMUPS:
+                taken[name].append(step)
+    return [_row(name, runners[name], phase, size, host, steps) for name, steps in taken.items()]
+
+
+def _runner(engine: Engine, phase: str) -> BatchRunner:
+    return engine.decode if phase == "decode" else engine.prefill
+
+
+def _timed(runner: BatchRunner, host: HostBatch) -> _Step:
+    is_cuda = runner.lane.device.kind == "cuda"
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_cuda else []
+    if is_cuda:
+        torch.cuda.synchronize(runner.lane.device.device)
+    start = time.perf_counter()
+    if events:
+        events[0].record()
+    output = runner.execute(host)
+    if events:
+        events[1].record()
+    queued = time.perf_counter()
+    output.chosen.tolist()
+    end = time.perf_counter()
+    device = events[0].elapsed_time(events[1]) / 1e3 if events else None
+    return _Step(queued - start, device, end - start)
+
+
+def _row(name: str, runner: BatchRunner, phase: str, size: int, host: HostBatch, steps: Sequence[_Step]) -> dict[str, Any]:
+    decision = runner.decide(host)
+    record = None if decision.key is None else runner.store.get(decision.key).record
+    on_device = [step.device for step in steps if step.device is not None]
+    return {
+        "phase": phase,
+        "rung": size,
+        "arm": name,
+        "backend": decision.backend,
+        "compile": decision.backend in COMPILING,
+        "graphs": record is not None and record.segments > 0,
+        "reason": None if decision.reason is None else str(decision.reason),
+        "pool_bytes": 0 if record is None else max(record.pool_bytes, record.peak_bytes),
+        "nodes": None if record is None else record.nodes,
+        "submit_s": _percentile([step.submit for step in steps], 50),
+        "device_s": _percentile(on_device, 50) if on_device else None,
+        "latency_s": {f"p{p}": _percentile([step.latency for step in steps], p) for p in _PERCENTILES},
+        "samples_s": [step.latency for step in steps],
+    }
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that at least so many per cent do not exceed."""
+    return sorted(values)[max(-(-len(values) * percent // 100) - 1, 0)]
+
+
+def _absent() -> list[dict[str, Any]]:
+    """Cells of the cross that nothing fills."""
+    cells = [{"compile": True, "graphs": False, "why": "no backend compiles without recording"}]
+    if not COMPILING.intersection(BACKENDS):
+        cells.append({"compile": True, "graphs": True, "why": "no backend of this version compiles"})
+    return cells
