@@ -145,9 +145,18 @@ def test_a_mistake_is_one_line(message: str, capsys: pytest.CaptureFixture[str])
     assert message in captured.err.splitlines()[-1] and "Traceback" not in captured.err
 
 
-def test_a_figure_needs_matplotlib_or_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "memory.png"
-    status = bench("memory", "--device", "cpu", "--chunk-size", "16", "--max-requests", "1", "--png", str(file))
+FIGURES = {
+    "memory": ("--chunk-size", "16", "--max-requests", "1"),
+    "decode": ("--batches", "1,2", "--context", "9"),
+    "prefill": ("--lengths", "4,8", "--arms", "eager,full"),
+    "throughput": ("--prompts", "2", "--lengths", "5", "--new-tokens", "3"),
+}
+
+
+@pytest.mark.parametrize("name", list(FIGURES))
+def test_a_figure_needs_matplotlib_or_says_so(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figure.png"
+    status = bench(name, "--device", "cpu", *FIGURES[name], "--png", str(file))
     if importlib.util.find_spec("matplotlib") is None:
         assert status == 1 and "--png needs matplotlib" in capsys.readouterr().err and not file.exists()
     else:

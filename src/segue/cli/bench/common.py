@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
+from collections.abc import Callable
 from typing import Any
 
+from segue.cli.output import check_writable, write_json
 from segue.cli.usage import UsageError
+from segue.errors import MissingExtraError
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -19,6 +23,34 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (bfloat16 on cuda, float32 on cpu)")
     parser.add_argument("--attention", default="auto", metavar="NAME", help="which attention runs")
+
+
+def add_png_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--png", metavar="FILE", help="draw the figures as well (needs matplotlib)")
+
+
+def check_results(options: argparse.Namespace) -> None:
+    """Refuses result files that could not be written, before any work is done.
+
+    Raises:
+        UsageError: see `check_writable`.
+        MissingExtraError: a figure is asked for, and matplotlib is not installed.
+    """
+    check_writable(options.json)
+    if "png" not in options or options.png is None:
+        return
+    check_writable(options.png, "--png")
+    if importlib.util.find_spec("matplotlib") is None:
+        from segue.llm.checkpoints import extra_remedy
+
+        raise MissingExtraError(f"--png needs matplotlib, which is not installed; {extra_remedy('report')}")
+
+
+def write_results(options: argparse.Namespace, result: Any, draw: Callable[[Any, str], None]) -> None:
+    """The result as JSON, and its figure where one is asked for."""
+    write_json(options.json, result)
+    if options.png is not None:
+        draw(result, options.png)
 
 
 def make_model(options: argparse.Namespace, device: Any, max_context: int = 4096) -> Any:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from segue.cli.bench.common import add_model_arguments, describe_machine, make_model, sizes_of
-from segue.cli.output import check_writable, note, write_json
+from segue.cli.bench.common import (
+    add_model_arguments,
+    add_png_argument,
+    check_results,
+    describe_machine,
+    make_model,
+    sizes_of,
+    write_results,
+)
+from segue.cli.output import note
 from segue.cli.usage import usage
 from segue.observe.report import format_table
+from segue.observe.speed_plot import draw_decode
 
 HELP = "a decode step by batch size, beside its matrix products alone"
 
@@ -18,10 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", default="1,8,64,256", metavar="LIST", help="requests of a step (1,8,64,256)")
     parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens before each request's new one (512)")
     parser.add_argument("--compile", action="store_true", help="also torch.compile(mode='reduce-overhead'), at batch 1")
+    add_png_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    check_writable(options.json)
+    check_results(options)
     batches = sizes_of(options.batches, "batches") or (1,)
     from segue.config import GraphConfig, PhaseConfig
     from segue.llm import Engine, EngineConfig
@@ -58,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             f"torch.compile(mode='reduce-overhead'), batch 1: {1e3 * compiled['seconds']['median']:.3f} ms a step after "
             f"{compiled['compile_s']:.1f} s of compiling"
         )
-    write_json(options.json, result)
+    write_results(options, result, draw_decode)
     return 0
 
 

@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import os
 import time
 from typing import Any, NamedTuple
 
-from segue.cli.bench.common import add_model_arguments, describe_machine, make_model, sizes_of
-from segue.cli.output import check_writable, note, write_json
+from segue.cli.bench.common import (
+    add_model_arguments,
+    add_png_argument,
+    check_results,
+    describe_machine,
+    make_model,
+    sizes_of,
+    write_results,
+)
+from segue.cli.output import note
 from segue.cli.usage import UsageError, usage
-from segue.errors import MissingExtraError
+from segue.observe.memory_plot import draw
 from segue.observe.report import format_bytes, format_table
 
 HELP = "bytes of graphs, residents and eager peaks, by capture ceiling and by decode rungs"
@@ -58,16 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-requests", type=int, metavar="N", help="the largest decode rung (64 on cuda)")
     parser.add_argument("--ceilings", metavar="LIST", help="capture ceilings of prefill, such as 64,512,2048")
     parser.add_argument("--prefill", choices=("breakable", "full"), default="breakable", help="backend of prefill graphs")
-    parser.add_argument("--png", metavar="FILE", help="draw the figures as well (needs matplotlib)")
+    add_png_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    check_writable(options.json)
-    check_writable(options.png, "--png")
-    if options.png is not None and importlib.util.find_spec("matplotlib") is None:
-        from segue.llm.checkpoints import extra_remedy
-
-        raise MissingExtraError(f"--png needs matplotlib, which is not installed; {extra_remedy('report')}")
+    check_results(options)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures on cpu, writes lines of its own
     asked = sizes_of(options.ceilings, "ceilings")
     start = time.perf_counter()
@@ -91,11 +93,7 @@ def run(options: argparse.Namespace) -> int:
         "machine": describe_machine(device), "seconds": time.perf_counter() - start,
         "prefill": [reading.to_dict() for reading in prefill], "decode": [reading.to_dict() for reading in decode],
     }  # fmt: skip
-    write_json(options.json, result)
-    if options.png is not None:
-        from segue.observe.memory_plot import draw
-
-        draw(result, options.png)
+    write_results(options, result, draw)
     return 0
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from segue.cli.bench.common import add_model_arguments, describe_machine, make_model, sizes_of
-from segue.cli.output import check_writable, write_json
+from segue.cli.bench.common import (
+    add_model_arguments,
+    add_png_argument,
+    check_results,
+    describe_machine,
+    make_model,
+    sizes_of,
+    write_results,
+)
 from segue.cli.usage import UsageError, usage
 from segue.observe.report import format_bytes, format_table
+from segue.observe.speed_plot import draw_prefill
 
 HELP = "a prefill by length, eager and in each kind of graph"
 
@@ -19,10 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arms", default="eager,full,breakable", metavar="LIST", help="eager, full, breakable, tc_piecewise"
     )
+    add_png_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    check_writable(options.json)
+    check_results(options)
     lengths = sizes_of(options.lengths, "lengths") or (4,)
     arms = tuple(dict.fromkeys(options.arms.split(",")))
     from segue.llm.bench.prefill import ARMS, measure_prefill
@@ -44,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
                 f"{arm}: {build['shapes']} shapes built in {build['seconds']:.2f} s, "
                 f"pool {format_bytes(build['pool_bytes'])}, executable graphs {format_bytes(build['driver_bytes'])}"
             )
-    write_json(options.json, result)
+    write_results(options, result, draw_prefill)
     return 0
 
 

@@ -6,9 +6,18 @@ import argparse
 import statistics
 from typing import Any
 
-from segue.cli.bench.common import add_model_arguments, describe_machine, make_model, sizes_of
-from segue.cli.output import check_writable, note, write_json
+from segue.cli.bench.common import (
+    add_model_arguments,
+    add_png_argument,
+    check_results,
+    describe_machine,
+    make_model,
+    sizes_of,
+    write_results,
+)
+from segue.cli.output import note
 from segue.cli.usage import UsageError, usage
+from segue.observe.speed_plot import draw_throughput
 
 HELP = "tokens a second of a whole job, beside its floor and transformers' continuous batching"
 
@@ -19,10 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", default="64,512", metavar="MIN,MAX", help="tokens of a prompt (64,512)")
     parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="new tokens of each (128)")
     parser.add_argument("--transformers", action="store_true", help="also transformers' continuous batching (cuda)")
+    add_png_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    check_writable(options.json)
+    check_results(options)
     lengths = sizes_of(options.lengths, "lengths") or ()
     if len(lengths) > 2 or options.prompts < 1 or options.new_tokens < 1:
         raise UsageError("--lengths takes the shortest and the longest prompt; --prompts and --new-tokens at least 1")
@@ -62,5 +72,5 @@ def run(options: argparse.Namespace) -> int:
     if options.transformers:
         peer = result["transformers_s"]
         print(f"transformers  {produced / peer:9.0f} tokens/s  ({peer:.3f} s; segue is {peer / seconds:.1f} times as fast)")
-    write_json(options.json, result)
+    write_results(options, result, draw_throughput)
     return 0
