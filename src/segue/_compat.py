@@ -10,8 +10,10 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -299,11 +301,17 @@ def tracing_attempt() -> Any:
     return torch._guards.TracingContext.try_get()
 
 
-def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def inductor(graph: torch.fx.GraphModule, inputs: list[Any], folder: Path) -> Callable[..., Any]:
     """Compiles one piece of a graph that Dynamo is tracing. The pieces share its symbols, and nothing else: each has a
-    tracing context of its own, since AOTAutograd leaves in it what belongs to one graph."""
-    from torch._inductor.compile_fx import compile_fx
+    tracing context of its own, since AOTAutograd leaves in it what belongs to one graph.
 
+    `folder` keeps what was compiled. That is a setting of the process: it stays so, unless the user made it.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets it to its own default
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     context = torch._guards.TracingContext.get()
     with torch._guards.tracing(torch._guards.TracingContext(context.fake_mode)):
         compiled: Any = compile_fx(graph, inputs)

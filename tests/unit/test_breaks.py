@@ -61,7 +61,7 @@ def test_a_body_runs_once_in_the_trace_and_once_in_each_replay_and_never_in_capt
     def forward() -> torch.Tensor:
         return body(x * 2) * 3
 
-    backend = make_backend(segmented, lane)
+    backend = make_backend(segmented, lane, compiler="eager")
     with torch.no_grad(), lane.exclusive():
         _, trace = backend.trace(forward)
         warm = WARM_UPS[segmented]
@@ -504,7 +504,7 @@ def test_a_changed_plain_argument_is_named(lane: Lane, segmented: str) -> None:
     declared = segue.eager_on_graph(lambda y, layer, length: y * length, static=("length",))
 
     def two_traces(body: Callable[..., Any]) -> tuple[Any, Any]:
-        backend = make_backend(segmented, lane)
+        backend = make_backend(segmented, lane, compiler="eager")
         traces = []
         for n in (3, 4):
             length[0] = n
@@ -558,7 +558,7 @@ def test_bodies_run_under_the_modes_of_the_call_and_of_the_pass(lane: Lane, segm
         with mode(outer):
             return run().clone()
 
-    backend = make_backend(segmented, lane)
+    backend = make_backend(segmented, lane, compiler="eager")
     with mode(outer), lane.exclusive():
         _, trace = backend.trace(forward)
         recorded = backend.record(segue_key(), forward, trace)

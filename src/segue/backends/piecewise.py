@@ -18,7 +18,6 @@ records no code of a compiler's, so there an inductor piece is a break itself, a
 from __future__ import annotations
 
 import operator
-import os
 import re
 import time
 import uuid
@@ -208,8 +207,7 @@ class PiecewiseBackend(RecordingBackend):
                     operation=node.name,
                 )
         inputs = [node.meta["example_value"] for node in placeholders]
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-        compiled = inductor(piece, inputs)
+        compiled = inductor(piece, inputs, cache_folder() / "inductor")
         if self.lane.device.kind == "cuda":
             return compiled
         mark = Mark(compiled, name, frozenset(), frozenset(), None, None)

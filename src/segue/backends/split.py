@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 
-from segue._compat import data_address, tracing_attempt
-from segue.device.watch import describe_line
+from segue._compat import data_address, tracing_attempt, without_modes
+from segue.device.watch import HostReads, describe_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, met
 from segue.graph.bridge import Argument, Constant, External, Leaf
+from segue.graph.guard import is_capturing
 from segue.graph.trace import BreakNote
 from segue.graph.tree import Spec, flatten, same_value, unflatten
 
@@ -199,6 +200,14 @@ class _Site:
         everything = self._all(leaves)
         args, kwargs = unflatten(self._arguments, iter(everything))
         results, spec = flatten(met(self.mark, args, kwargs))
+        taken = [results[i] for i in self._results]
+        if is_capturing():  # what a capture builds is what the trace of this shape saw
+            return tuple(taken)
+        self._check(results, spec, everything)
+        return tuple([self._checked(t, e) for t, e in zip(taken, self._expected(leaves), strict=True)])
+
+    def _check(self, results: list[Any], spec: Spec, everything: list[Any]) -> None:
+        """What is no fresh tensor is as it was when the program was made."""
         if spec != self._output.spec:
             raise self._error(f"returned the structure {spec!r}, and {self._output.spec!r} when it was compiled")
         for result, note in zip(results, self._output.leaves, strict=True):
@@ -206,8 +215,6 @@ class _Site:
                 raise self._error(f"returned {result!r}, and {note.value!r} when it was compiled")
             if isinstance(note, Argument) and note.is_whole and not _is_same(result, everything[note.leaf]):
                 raise self._error("returned other memory than its argument, which it returned when it was compiled")
-        taken = [results[i] for i in self._results]
-        return tuple([self._checked(t, e) for t, e in zip(taken, self._expected(leaves), strict=True)])
 
     def _all(self, leaves: tuple[Any, ...]) -> list[Any]:
         passed = iter(leaves)
@@ -219,7 +226,7 @@ class _Site:
             return [recipe.geometry(leaves) for recipe in self._recipes]
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        with FakeTensorMode() as mode:
+        with without_modes(HostReads), FakeTensorMode() as mode:
             fakes = tuple([mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in leaves])
             return [_Geometry(t.dtype, tuple(t.shape), t.stride()) for t in self.fake(fakes)]
 
