@@ -16,8 +16,8 @@ from segue.shapes.key import ShapeKey
 
 
 def record(lane: Lane, forward: Callable[[], Any], backend: str = "full", tokens: int = 1) -> GraphReplay:
-    """Traces and captures `forward`; the trace's own result is dropped."""
-    made = make_backend(backend, lane)
+    """Traces and captures `forward`; the trace's own result is dropped. Nothing is compiled, so that bits are comparable."""
+    made = make_backend(backend, lane, compiler="eager")
     with torch.no_grad(), lane.exclusive():
         with lane.device.on_stream(lane.stream):
             _, trace = made.trace(forward)

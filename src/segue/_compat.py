@@ -10,9 +10,11 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
@@ -273,6 +275,47 @@ class AllocationWatch:
         for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
             held += event.nbytes()
             self.peak_bytes = max(self.peak_bytes, held)
+
+
+# -- torch.compile (2.11 - 2.13) ---------------------------------------------------------------------------------------
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def read_while_compiling(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would import Dynamo: where a function of no arguments is compiled
+    into another one, it is called then, and its answer is a constant of that program."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def mark_varying(tensor: torch.Tensor, dimension: int) -> None:
+    """Says to compilers that the size along `dimension` depends on the captured shape. It is
+    `torch._dynamo.maybe_mark_dynamic`, without importing Dynamo."""
+    tensor._dynamo_weak_dynamic_indices = {dimension}  # type: ignore[attr-defined]
+    tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]  # asked first, since 2.13
+
+
+def tracing_attempt() -> Any:
+    """An object that stands for the present attempt of Dynamo's to trace a function; it starts over now and then."""
+    return torch._guards.TracingContext.try_get()
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: list[Any], folder: Path) -> Callable[..., Any]:
+    """Compiles one piece of a graph that Dynamo is tracing. The pieces share its symbols, and nothing else: each has a
+    tracing context of its own, since AOTAutograd leaves in it what belongs to one graph.
+
+    `folder` keeps what was compiled. That is a setting of the process: it stays so, unless the user made it.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets it to its own default
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    context = torch._guards.TracingContext.get()
+    with torch._guards.tracing(torch._guards.TracingContext(context.fake_mode)):
+        compiled: Any = compile_fx(graph, inputs)
+    return compiled  # type: ignore[no-any-return]
 
 
 # -- the CUDA caching allocator and generator (2.11 - 2.13) -----------------------------------------------------------

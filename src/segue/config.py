@@ -19,6 +19,7 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from segue.backends.piecewise import COMPILERS, default_compiler
 from segue.errors import ConfigError, StrictModeError
 from segue.memory.sizes import parse_bytes
 from segue.shapes import ladder as ladders
@@ -31,7 +32,7 @@ Debug = Literal["forward", "ops"]
 Axis = Literal["tokens", "requests"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-BACKENDS = ("auto", "full", "breakable", "disabled")
+BACKENDS = ("auto", "full", "breakable", "tc_piecewise", "disabled")
 LADDERS = ("auto", *ladders.DECODE_PRESETS)
 DEVICES = ("cuda", "cpu")
 TOKENS_PER_REQUEST_SLOT = 512
@@ -53,7 +54,7 @@ class PhaseConfig:
     `ladder` is "auto", a preset's name or a list of sizes. `max_size` is the largest size to capture (None: the largest
     that can occur). `request_slots` bounds the requests of a full prefill. A shape of more than `max_padding` times the
     real tokens is not used. `on_failure` says what a failed capture does: raise, skip the shape, run the phase eagerly,
-    or shrink the ladder.
+    or shrink the ladder. `compiler` is that of `tc_piecewise`: "inductor", or "eager", which compiles nothing.
     """
 
     backend: str = "auto"
@@ -63,13 +64,9 @@ class PhaseConfig:
     max_padding: float = 2.0
     num_warmups: int = 1
     on_failure: OnFailure = "raise"
+    compiler: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.backend == "tc_piecewise":
-            raise ConfigError(
-                "backend is 'tc_piecewise', which is not available in this version; use 'breakable', which needs no "
-                f"compiler (one of {', '.join(BACKENDS)})"
-            )
         _check_choice("backend", self.backend, BACKENDS)
         if isinstance(self.ladder, str):
             _check_choice("ladder", self.ladder, (*LADDERS, "a list of sizes"))
@@ -81,6 +78,7 @@ class PhaseConfig:
         if isinstance(self.max_padding, bool) or not isinstance(self.max_padding, (int, float)) or self.max_padding < 1:
             raise ConfigError(f"max_padding is {self.max_padding!r}; it must be a number of at least 1.0")
         _check_choice("on_failure", self.on_failure, get_args(OnFailure))
+        _check_choice("compiler", self.compiler, COMPILERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +170,7 @@ class Choice:
 class ResolvedPhase:
     """What one phase does. `ladder` ascends; empty where the phase is disabled or captures exact shapes.
 
-    `request_slots` is set for a full graph whose rungs count tokens, None elsewhere.
+    `request_slots` is set for a full graph whose rungs count tokens, `compiler` for `tc_piecewise`, None elsewhere.
     """
 
     phase: Phase
@@ -182,6 +180,7 @@ class ResolvedPhase:
     max_padding: float
     num_warmups: int
     on_failure: OnFailure
+    compiler: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,6 +306,7 @@ def _resolve_phase(question: _Question, choices: list[Choice]) -> ResolvedPhase:
         max_padding=padding,
         num_warmups=config.num_warmups,
         on_failure=config.on_failure,
+        compiler=_resolve_compiler(question, choices) if backend == "tc_piecewise" else None,
     )
 
 
@@ -328,6 +328,16 @@ def _resolve_backend(question: _Question, choices: list[Choice]) -> str:
         why = "full prefill graphs are experimental; the alternative is 'breakable', the default"
         choices.append(question.choice("backend", asked, wanted, why, "notice"))
     return wanted
+
+
+def _resolve_compiler(question: _Question, choices: list[Choice]) -> str:
+    asked = question.config.compiler
+    if asked != "auto":
+        return asked
+    compiler = default_compiler(question.device_type)
+    why = "it makes CUDA kernels" if compiler == "inductor" else f"no compiler's code is recorded on {question.device_type}"
+    choices.append(question.choice("compiler", asked, compiler, why))
+    return compiler
 
 
 def _resolve_ladder(question: _Question, choices: list[Choice]) -> tuple[int, ...]:
@@ -425,7 +435,7 @@ def _phase_cells(phase: ResolvedPhase) -> tuple[str, ...]:
     slots = "" if phase.request_slots is None else f", {phase.request_slots} request slots"
     return (
         phase.phase,
-        phase.backend,
+        phase.backend if phase.compiler is None else f"{phase.backend} ({phase.compiler})",
         rungs + slots,
         f"padding up to {phase.max_padding:g}x, warm-ups {phase.num_warmups}, on failure {phase.on_failure}",
     )

@@ -97,7 +97,7 @@ QUICK = ("--device", "cpu", "--max-context", "128", "--chunk-size", "32", "--max
         (("generate", ""), "the prompt is empty"),
         (("generate", "  \n "), "the prompt is empty"),
         (("generate", "Hi", "--decode", "fastest"), "'fastest'"),
-        (("generate", "Hi", "--prefill", "tc_piecewise"), "'tc_piecewise'"),
+        (("generate", "Hi", "--prefill", "piecewise"), "'piecewise'"),
         (("generate", "Hi", "--device", "tpu"), "'tpu'"),
         (("generate", "Hi", "--max-tokens", "0"), "--max-tokens is 0"),
         (("generate", "Hi", "--max-tokens", "many"), "'many'"),

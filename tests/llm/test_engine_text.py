@@ -79,10 +79,12 @@ def loaded(smollm2_folder: Path) -> LoadedModel:
     return load_model(smollm2_folder, device="cpu", dtype=torch.float32)
 
 
-def engine_of(loaded: LoadedModel, decode: str, prefill: str, **changes: Any) -> Engine:
+def engine_of(
+    loaded: LoadedModel, decode: str, prefill: str, decode_ladder: tuple[int, ...] = (1, 5, 9), **changes: Any
+) -> Engine:
     """Few rungs: starting takes a few seconds, and no size falls between them."""
     graphs = c.GraphConfig(
-        decode=c.PhaseConfig(backend=decode, ladder=(1, 5, 9), max_padding=3.0),
+        decode=c.PhaseConfig(backend=decode, ladder=decode_ladder, max_padding=3.0),
         prefill=c.PhaseConfig(
             backend=prefill, ladder=(CHUNK,) if prefill == "full" else (16, CHUNK), max_padding=float(CHUNK)
         ),
@@ -141,8 +143,14 @@ def test_the_text_is_that_of_transformers_with_prefill_as_one_graph(oracle: Orac
         check_replays(engine)
 
 
+def test_the_text_is_that_of_transformers_when_both_phases_are_compiled_pieces(oracle: Oracle, loaded: LoadedModel) -> None:
+    with engine_of(loaded, "tc_piecewise", "tc_piecewise", decode_ladder=(3,), max_requests=3) as engine:
+        run(engine, oracle, [oracle.cases[i] for i in (0, 9, 11)], 3, "tc_piecewise", num_tokens=8)
+        check_replays(engine)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("decode", "prefill"), [*MODES, ("full", "full")])
+@pytest.mark.parametrize(("decode", "prefill"), [*MODES, ("full", "full"), ("tc_piecewise", "tc_piecewise")])
 def test_the_text_is_the_same_alone_and_in_any_batch(oracle: Oracle, loaded: LoadedModel, decode: str, prefill: str) -> None:
     with engine_of(loaded, decode, prefill) as engine:
         for size in (1, 3, 5, 9):

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from segue.cache import cache_folder
 from segue.errors import ConfigError, MissingExtraError
 from segue.llm import checkpoints
-from segue.llm.checkpoints import cache_folder, default_model, make_folder
+from segue.llm.checkpoints import default_model, make_folder
 from segue.llm.load import load_model
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]

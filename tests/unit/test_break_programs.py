@@ -128,6 +128,21 @@ def test_programs_with_breaks_replay_as_eager(backend: str, programs: list[list[
     check(programs, backend)
 
 
+@given(programs=st.lists(PROGRAM, min_size=1, max_size=2))
+@settings(max_examples=8, deadline=None, suppress_health_check=HEALTH)
+def test_programs_with_breaks_replay_as_eager_when_they_are_compiled(programs: list[list[tuple[str, int, int]]]) -> None:
+    check(programs, "tc_piecewise")
+
+
+@pytest.mark.slow
+@given(programs=st.lists(PROGRAM, min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None, suppress_health_check=HEALTH)
+def test_many_programs_with_breaks_replay_as_eager_when_they_are_compiled(
+    programs: list[list[tuple[str, int, int]]],
+) -> None:
+    check(programs, "tc_piecewise")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["full", "breakable"])
 @given(programs=st.lists(PROGRAM, min_size=1, max_size=4))

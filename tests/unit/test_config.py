@@ -78,8 +78,7 @@ def test_off_disables_every_phase() -> None:
     ("make", "named"),
     [
         (lambda: PhaseConfig(backend="fast"), "backend is 'fast'.*breakable"),
-        (lambda: PhaseConfig(backend="tc_piecewise"), "not available in this version.*breakable"),
-        (lambda: GraphConfig(prefill="tc_piecewise"), "prefill.*not available in this version.*breakable"),
+        (lambda: PhaseConfig(compiler="gcc"), "compiler is 'gcc'.*inductor.*eager"),
         (lambda: GraphConfig(decode="fast"), "decode.*'fast'"),
         (lambda: GraphConfig(decode=3), "decode is 3"),  # type: ignore[arg-type]
         (lambda: PhaseConfig(ladder="trt"), "ladder is 'trt'.*sglang.*vllm"),

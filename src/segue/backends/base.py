@@ -60,9 +60,12 @@ class GraphReplay:
         self.recording = recording
         self.record = record
         self.replay: Callable[[], Any] = recording.replay
+        self.keep: Any = None
+        """what must live as long, the program whose kernels are recorded"""
 
     def close(self) -> None:
         self.recording.close()
+        self.keep = None
 
 
 class RecordingBackend(Backend):

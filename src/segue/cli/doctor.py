@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from segue.cache import cache_folder
 from segue.cli.output import check_writable, write_json
 from segue.errors import SegueError
-from segue.llm.checkpoints import cache_folder, converted_folder, extra_remedy, find_default_model, is_whole
+from segue.llm.checkpoints import converted_folder, extra_remedy, find_default_model, is_whole
 from segue.observe.report import format_table
 
 HELP = "say what works here, what is missing, and the remedy"

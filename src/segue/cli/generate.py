@@ -17,8 +17,8 @@ from segue.llm.arguments import check_text
 HELP = "generate text from a checkpoint, and show which graphs did it"
 
 _ATTENTION = ("auto", "torch_sdpa", "triton", "flashinfer", "fa4")
-_DECODE = ("auto", "full", "breakable", "disabled")
-_PREFILL = ("auto", "breakable", "full", "disabled")
+_DECODE = ("auto", "full", "breakable", "tc_piecewise", "disabled")
+_PREFILL = ("auto", "breakable", "full", "tc_piecewise", "disabled")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,15 +38,15 @@ def user_line() -> Location | None:
         code = frame.f_code
         skip = _skip.get(code)
         if skip is None:
-            skip = _skip[code] = _is_library(code.co_filename)
+            skip = _skip[code] = is_library(code.co_filename)
         if not skip:
             return code, frame.f_lineno
         frame = frame.f_back
     return None
 
 
-def _is_library(filename: str) -> bool:
-    """torch and the recording machinery are skipped; model code, ours included, is what a user wants to see."""
+def is_library(filename: str) -> bool:
+    """torch and the recording machinery are not the user's; model code, ours included, is what a user wants to see."""
     if filename.startswith(_SEGUE):
         return not filename[len(_SEGUE) :].startswith(("llm", "diffusion"))
     return filename.startswith(("<frozen", _TORCH)) or filename.endswith(("functools.py", "contextlib.py"))
@@ -65,7 +65,7 @@ def error_line(error: BaseException) -> str | None:
     trail: TracebackType | None = error.__traceback__
     while trail is not None:
         code = trail.tb_frame.f_code
-        if not _is_library(code.co_filename):
+        if not is_library(code.co_filename):
             found = code, trail.tb_lineno
         trail = trail.tb_next
     return describe_line(found)

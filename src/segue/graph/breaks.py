@@ -14,11 +14,17 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
+
+from segue._compat import read_while_compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Shelf:
+    """What compilers are given, as attributes: their guards must find it again where they found it first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +39,8 @@ class Mark:
     fake: Callable[..., Any] | None
     out_position: int | None
     """where the parameter ``out`` stands, None where there is none"""
+    stand_ins: Shelf = field(default_factory=Shelf)
+    """functions that take its place while a compiler reads a forward pass, one for each call in it"""
 
     def can_take_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the function has a parameter ``out`` that this call leaves free."""
@@ -46,6 +54,36 @@ class BreakHandler(Protocol):
 
 
 _handler: ContextVar[BreakHandler | None] = ContextVar("segue_break_handler", default=None)
+
+
+class Splitter(Protocol):
+    """What stands for breaks while a compiler reads a forward pass. `call` is the attribute of `calls` that `current()`
+    answers with."""
+
+    call: str
+
+    def stand_in(self, mark: Mark) -> str:
+        """The attribute of the mark's `stand_ins` that takes its next call."""
+        ...
+
+
+_splitter: ContextVar[Splitter | None] = ContextVar("segue_splitter", default=None)
+
+
+@read_while_compiling
+def is_splitting() -> bool:
+    """Whether a compiler reads this for `splitting`; false when the function runs."""
+    return _splitter.get() is not None
+
+
+@contextmanager
+def splitting(splitter: Splitter | None) -> Iterator[None]:
+    """What is compiled inside meets `splitter` where it calls marked functions; with None it meets the functions."""
+    token = _splitter.set(splitter)
+    try:
+        yield
+    finally:
+        _splitter.reset(token)
 
 
 @overload
@@ -100,14 +138,29 @@ def _mark(
     out_position = names.index("out") if names is not None and "out" in names else None
     mark = Mark(function, _name(function), frozenset(static), frozenset(writes), fake, out_position)
 
+    @read_while_compiling
+    def name_of_stand_in() -> str:
+        splitter = _splitter.get()
+        return "" if splitter is None else splitter.stand_in(mark)
+
+    stand_ins = mark.stand_ins
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_splitting():
+            return getattr(stand_ins, name_of_stand_in())(args, kwargs)
         handler = _handler.get()
         if handler is None:
             return function(*args, **kwargs)
         return handler.on_break(mark, args, kwargs)
 
     return call
+
+
+def met(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of the marked function, as calling it would be."""
+    handler = _handler.get()
+    return mark.function(*args, **kwargs) if handler is None else handler.on_break(mark, args, kwargs)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -162,18 +215,29 @@ class Call:
 _current: ContextVar[Call | None] = ContextVar("segue_current_call", default=None)
 
 
+calls = Shelf()
+"""the live call of each forward pass that is being compiled"""
+
+
+@read_while_compiling
+def _name_of_call() -> str:
+    splitter = _splitter.get()
+    return "" if splitter is None else splitter.call
+
+
 def current() -> Call:
     """The live call that is being traced, recorded or replayed.
 
     Raises:
         LookupError: no call is under way.
     """
-    call = _current.get()
+    call: Call | None = getattr(calls, _name_of_call()) if is_splitting() else _current.get()
     if call is None:
         raise LookupError("segue.current() was read outside a call that segue runs")
     return call
 
 
+@read_while_compiling
 def is_calling() -> bool:
     """Whether `current()` has an answer."""
     return _current.get() is not None

@@ -55,6 +55,8 @@ class Argument:
     stride: tuple[int, ...]
     offset: int
     """bytes from that argument's first element"""
+    is_whole: bool
+    """whether it is that argument, and no other view of its memory"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,8 +153,11 @@ def _argument_storages(arguments: Sequence[Any]) -> dict[int, int]:
 
 
 def _argument_note(tensor: torch.Tensor, index: int, arguments: Sequence[Any]) -> Argument:
-    offset = data_address(tensor) - data_address(arguments[index]) if tensor.numel() else 0
-    return Argument(index, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+    argument = arguments[index]
+    offset = data_address(tensor) - data_address(argument) if tensor.numel() else 0
+    is_same_form = tensor.shape == argument.shape and tensor.stride() == argument.stride()
+    is_whole = offset == 0 and tensor.dtype == argument.dtype and is_same_form
+    return Argument(index, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, is_whole)
 
 
 def _fresh_notes(tensors: Sequence[torch.Tensor], bridge: int) -> list[Fresh]:
@@ -201,8 +206,7 @@ def _live_leaf(leaf: Leaf, arguments: Sequence[Any], buffers: Sequence[torch.Ten
         return leaf.tensor
     if isinstance(leaf, Argument):
         argument = arguments[leaf.leaf]
-        is_same = leaf.offset == 0 and leaf.dtype == argument.dtype
-        if is_same and leaf.size == tuple(argument.shape) and leaf.stride == argument.stride():
+        if leaf.is_whole:
             return argument
         typed = argument if leaf.dtype == argument.dtype else argument.view(leaf.dtype)
         start = typed.storage_offset() + leaf.offset // leaf.dtype.itemsize

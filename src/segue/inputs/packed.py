@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from segue._compat import mark_varying
 from segue.errors import ConfigError, InputError
 from segue.inputs.slots import Slot
 
@@ -97,6 +98,9 @@ class PackedInputs:
             places, nbytes = self._place(tokens, requests)
             with torch.inference_mode(False), torch.no_grad():
                 views, *hosts = ({n: _typed(b, *p) for n, p in places.items()} for b in (self._buffer, *self._hosts))
+            for name, view in views.items():
+                if self.slots[name].axis is not None:
+                    mark_varying(view, 0)
             found = self._layouts[tokens, requests] = _Layout(nbytes, views, tuple(hosts))
         return found
 

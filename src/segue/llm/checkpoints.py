@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from segue.cache import cache_folder
 from segue.errors import ConfigError, MissingExtraError
 from segue.llm.quiet import quiet, without_gguf_bar
 
@@ -75,12 +76,6 @@ def require_extra() -> None:
 def extra_remedy(extra: str) -> str:
     """How an extra is installed: from a package index, and in a clone."""
     return f"run `pip install \"segue[{extra}]\"`, or in a clone of Segue `pip install -e '.[{extra}]'`"
-
-
-def cache_folder() -> Path:
-    """Where converted checkpoints are kept: ``$SEGUE_CACHE``, else ``~/.cache/segue``."""
-    chosen = os.environ.get("SEGUE_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "segue"
 
 
 def convert_gguf(file: Path, progress: Callable[[str], None] | None = None) -> Path:

@@ -148,7 +148,7 @@ class Engine(Lifecycle):
             resolved,
             PrefillRunner(
                 prefill,
-                make_backend(resolved.debug or prefill.backend, self.lane),
+                make_backend(resolved.debug or prefill.backend, self.lane, compiler=prefill.compiler or "auto"),
                 self._run_model,
                 attention,
                 Limits(prefill.ladder, slots, sizes.max_context, sizes.chunk_size),
@@ -156,7 +156,7 @@ class Engine(Lifecycle):
             ),
             DecodeRunner(
                 decode,
-                make_backend(resolved.debug or decode.backend, self.lane),
+                make_backend(resolved.debug or decode.backend, self.lane, compiler=decode.compiler or "auto"),
                 self._run_model,
                 attention,
                 Limits(decode.ladder, sizes.max_requests, sizes.max_context, sizes.max_requests),

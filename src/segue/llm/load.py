@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from segue.cache import cache_folder
 from segue.errors import ConfigError
-from segue.llm.checkpoints import cache_folder, convert_gguf, default_model, in_hub_cache, require_extra
+from segue.llm.checkpoints import convert_gguf, default_model, in_hub_cache, require_extra
 from segue.llm.experts import guard_experts
 from segue.llm.facts import ModelFacts, attention_facts, check_supported, model_facts
 from segue.llm.quiet import quiet
