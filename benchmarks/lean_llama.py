@@ -106,9 +106,12 @@ class LeanLlama:
 
     def forward(self, tokens: int, attend: Attend) -> torch.Tensor:
         """The last hidden state of the first `tokens` tokens."""
-        positions = self.positions[:tokens]
+        return self.run(self.ids[:tokens], self.positions[:tokens], attend)
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The last hidden state of the tokens `ids` at `positions`."""
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        x = F.embedding(self.ids[:tokens], self.embedding)
+        x = F.embedding(ids, self.embedding)
         for layer in self.layers:
             x = x + self._attention(layer, x, cos, sin, attend)
             x = x + self._mlp(layer, x)

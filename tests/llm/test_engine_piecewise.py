@@ -49,6 +49,17 @@ def test_the_text_is_that_of_transformers_in_both_phases(family: str, fuse: bool
     assert "compiler  auto -> eager" in engine.resolved.explain()
 
 
+@pytest.mark.compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "fuse"), [("Llama", False), ("Llama", True), ("Mixtral", False)])
+def test_the_text_is_that_of_transformers_when_inductor_makes_the_pieces(family: str, fuse: bool) -> None:
+    model = tiny_model(family)
+    prompts = [prompt_of(length) for length in LENGTHS]
+    expected = [greedy(model, prompt, PARAMS.max_tokens) for prompt in prompts]
+    with engine_of(model, fuse=fuse, compiler="inductor") as engine:
+        assert [list(output.token_ids) for output in engine.generate(prompts, PARAMS)] == expected
+
+
 def model_that_locks() -> Any:
     """Python that no compiler reads, and that a recording does not mind."""
     model, lock = tiny_model(), threading.Lock()

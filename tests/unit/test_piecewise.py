@@ -406,6 +406,46 @@ def test_inductor_sees_what_a_break_writes_into_its_arguments(lane: Lane, writes
             torch.testing.assert_close(replay(lane, recorded), (y.t() * 3, y + y), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=inductor)])
+def test_views_shapes_and_written_results_may_cross_a_break(lane: Lane, compiler: str) -> None:
+    """As in a fused layer: a flat view of the hidden states is written on both sides of the break, and both are read."""
+
+    @segue.eager_on_graph
+    def body(y: torch.Tensor) -> torch.Tensor:
+        return y * 0.5
+
+    def forward(x: torch.Tensor) -> Any:
+        hidden = torch.sin(x)[None]
+        shape = hidden.shape
+        flat = hidden.view(-1, hidden.shape[-1])
+        left, right = flat.chunk(2, dim=1)
+        flat += body(flat)
+        left.add_(right)
+        out = body(left.contiguous())
+        return flat.view(shape), hidden[0, :, :2] * 2, out, right + 1
+
+    shapes = Shapes(lane, forward, [6, 3], compiler)
+    tolerance = 0.0 if compiler == "eager" else 1e-5
+    for n, recorded in shapes.recorded.items():
+        for _ in range(2):
+            shapes.inputs[n].normal_()
+            expected = forward(shapes.inputs[n])
+            torch.testing.assert_close(replay(lane, recorded), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("compiler", [pytest.param("inductor", marks=pytest.mark.compiler)])
+def test_a_piece_that_writes_memory_that_two_inputs_share_is_refused(lane: Lane, compiler: str) -> None:
+    whole = torch.randn(8, HIDDEN, device=lane.device.device)
+    first, second = whole[:4], whole[2:6]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        first.add_(x)
+        return second * 2
+
+    with pytest.raises(CaptureError, match=r"writes memory that two of its inputs share.*breakable"):
+        Shapes(lane, forward, [4], compiler)
+
+
 PROGRAM = """
 import torch
 from torch._dynamo.utils import counters

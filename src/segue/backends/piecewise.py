@@ -17,7 +17,6 @@ records no code of a compiler's, so there an inductor piece is a break itself, a
 
 from __future__ import annotations
 
-import operator
 import re
 import time
 import uuid
@@ -31,6 +30,7 @@ import torch
 
 from segue._compat import inductor, storage_handle
 from segue.backends.base import Forward, GraphReplay, RecordingBackend
+from segue.backends.pieces import Program, refuse_shared_inputs, split
 from segue.backends.split import OutdatedError, SplitPoints, reading, split_point
 from segue.cache import cache_folder
 from segue.device.operations import tensors
@@ -42,7 +42,6 @@ from segue.memory.lane import Lane
 from segue.shapes.key import ShapeKey
 
 COMPILERS = ("auto", "inductor", "eager")
-Program = Callable[..., Any]
 Action = Callable[[Program, tuple[Any, ...]], Any]
 """Told the compiled program and its inputs; returns what the program returned, or what stands for that."""
 
@@ -73,7 +72,8 @@ class PiecewiseBackend(RecordingBackend):
         self.compiler = default_compiler(lane.device.kind) if compiler == "auto" else compiler
         self.build = Build()
         self._points: list[SplitPoints] = []
-        """of each program, and the last of the next one"""
+        """of each program, and between a run and its program of the next one"""
+        self._learnt: Trace | None = None
         self._make_program = self._compile  # one object: Dynamo finds its programs again by it
         self._action: Action | None = None
         self._entered_at: float | None = None
@@ -97,9 +97,7 @@ class PiecewiseBackend(RecordingBackend):
             return output
 
         with self.lane.device.on_stream(self.lane.stream):
-            if not self._points:
-                self._learn(forward)
-            elif self._points[-1].has_objects:
+            if self._points and self._points[-1].has_objects:
                 self._renew(forward)
             output = self._run(forward, watch)
         if found is None:  # nothing to compile, so nothing to record either
@@ -126,39 +124,52 @@ class PiecewiseBackend(RecordingBackend):
         if self.compiler == "eager" or self.lane.device.traces_shapes:
             return super().trace(lambda: program(*inputs), like)
         output, trace = traced(lambda: program(*inputs), self.lane.device, is_full=False, segmented=True)
+        if self._learnt is not None and trace.has_same_breaks(self._learnt):
+            trace.share(self._learnt)  # streams that bodies of breaks work on
         trace.externals = {storage_handle(tensor): tensor.detach() for tensor in tensors(inputs)}
         return output, trace
 
-    def _learn(self, forward: Forward) -> None:
-        """Split points for the next program, from an eager run of the pass."""
-        _, learnt = traced(forward, self.lane.device, is_full=False, segmented=True)
-        self._points.append(
-            SplitPoints(
-                learnt.breaks, self.lane.device.device, f"call_{id(self)}", is_aliasing_seen=self.compiler == "eager"
-            )
-        )
-
-    def _renew(self, forward: Forward) -> None:
-        """Objects that breaks are called with may be others for another shape."""
-        _, learnt = traced(forward, self.lane.device, is_full=False, segmented=True)
-        for points in self._points:
-            points.renew(learnt.breaks)
-
     def _run(self, forward: Forward, action: Action) -> Any:
         """The result of `forward`, with `action` in the place of its program. What `action` raises passes unchanged."""
+        if not self._points:
+            self._learn(forward)
         try:
             return self._enter(forward, action)
         except OutdatedError:
             self._learn(forward)
             return self._enter(forward, action)
 
+    def _learn(self, forward: Forward) -> None:
+        """Split points for the next program, from an eager run of the pass."""
+        self._learnt = self._run_eagerly(forward)
+        points = SplitPoints(
+            self._learnt.breaks,
+            self.lane.device.device,
+            f"call_{id(self)}",
+            is_aliasing_seen=self.compiler == "eager",
+        )
+        self._points.append(points)
+
+    def _renew(self, forward: Forward) -> None:
+        """Objects that breaks are called with may be others for another shape."""
+        learnt = self._run_eagerly(forward)
+        for points in self._points:
+            points.renew(learnt.breaks)
+
+    def _run_eagerly(self, forward: Forward) -> Trace:
+        is_full = self._learnt is None and self.compiler != "eager"
+        learnt = traced(forward, self.lane.device, is_full=is_full, segmented=True)[1]
+        if self._learnt is not None and learnt.has_same_breaks(self._learnt):
+            learnt.share(self._learnt)
+        return learnt
+
     def _enter(self, forward: Forward, action: Action) -> Any:
+        start, compile_s = time.perf_counter(), self.build.compile_s
         from torch._dynamo.exc import TorchDynamoException
 
         points = self._points[-1]
         run = FunctionType(self._code, self._globals, "forward", None, (CellType(forward),))
         self._action, self._entered_at = action, None
-        start, compile_s = time.perf_counter(), self.build.compile_s
         try:
             with _reading(points):
                 return torch.compile(run, backend=self._make_program, fullgraph=True)()
@@ -169,6 +180,8 @@ class PiecewiseBackend(RecordingBackend):
             raise (failure or _failure(error)) from None
         finally:
             self._action = None
+            if not points.is_used:
+                self._points.remove(points)
             compile_s = self.build.compile_s - compile_s
             self.build.trace_s += (self._entered_at or time.perf_counter()) - start - compile_s
 
@@ -197,6 +210,7 @@ class PiecewiseBackend(RecordingBackend):
     def _compile_piece(self, piece: torch.fx.GraphModule, name: str) -> Program:
         if self.compiler == "eager":
             return piece
+        refuse_shared_inputs(piece, name)
         placeholders = [node for node in piece.graph.nodes if node.op == "placeholder"]
         for node in placeholders:
             if "example_value" not in node.meta:
@@ -217,57 +231,6 @@ class PiecewiseBackend(RecordingBackend):
 def default_compiler(kind: str) -> str:
     """Of a device: inductor's code is recorded on CUDA alone, and on a CPU needs a C++ compiler."""
     return "inductor" if kind == "cuda" else "eager"
-
-
-def split(
-    graph: torch.fx.GraphModule, points: SplitPoints, compile_piece: Callable[[torch.fx.GraphModule, str], Program]
-) -> tuple[Program, int]:
-    """The graph as a program: pieces between split points compiled, neighbouring split points together; and how many
-    pieces were compiled.
-
-    Raises:
-        CaptureError: the graph does not hold the breaks that were learnt.
-    """
-    from torch.fx.passes.split_module import split_module
-
-    met_points = [node.args[0] for node in graph.graph.nodes if node.target is split_point]
-    if met_points != list(range(len(points))):
-        raise CaptureError(f"the compiler met {len(met_points)} breaks, where the eager run met {len(points)}")
-    piece_of = _pieces(graph.graph)
-    whole = split_module(graph, graph, piece_of.__getitem__, keep_original_order=True)
-    num_compiled = 0
-    for name, piece in list(whole.named_children()):
-        assert isinstance(piece, torch.fx.GraphModule)
-        nodes = list(piece.graph.nodes)
-        calls = [node for node in nodes if node.target is split_point]
-        if calls:
-            for node in calls:
-                node.target, node.args = points.calling(node.args[0]), node.args[1:]
-            piece.recompile()
-            continue
-        program = compile_piece(piece, f"piece {num_compiled}")
-        num_compiled += 1
-        delattr(whole, name)
-        setattr(whole, name, program)
-    return whole.forward, num_compiled
-
-
-def _pieces(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    """The number of each node's piece; what takes a split point's results apart belongs to it."""
-    piece_of: dict[torch.fx.Node, int] = {}
-    points: set[torch.fx.Node] = set()
-    current, is_split = 0, False
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        is_part = node.target is operator.getitem and node.args[0] in points
-        is_point = node.target is split_point or is_part
-        if is_point:
-            points.add(node)
-        if is_point != is_split:
-            current, is_split = current + 1, is_point
-        piece_of[node] = current
-    return piece_of
 
 
 def _calling(forward: Forward) -> Callable[[], Any]:
