@@ -54,7 +54,10 @@ SHARED = (
     "graph/trace.py",
     "backends/base.py",
 )
-OWN = {"breakable": ("backends/breakable.py",), "tc_piecewise": ("backends/piecewise.py", "backends/split.py")}
+OWN = {
+    "breakable": ("backends/breakable.py",),
+    "tc_piecewise": ("backends/piecewise.py", "backends/pieces.py", "backends/split.py"),
+}
 
 
 class Plan(NamedTuple):
