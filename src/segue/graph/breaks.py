@@ -237,9 +237,13 @@ def current() -> Call:
     return call
 
 
-@read_while_compiling
 def is_calling() -> bool:
     """Whether `current()` has an answer."""
+    return _is_compiled_call() if is_splitting() else _current.get() is not None
+
+
+@read_while_compiling
+def _is_compiled_call() -> bool:
     return _current.get() is not None
 
 
