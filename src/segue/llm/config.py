@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from segue.config import GraphConfig, PhaseConfig
-from segue.device import get_device
+from segue.device import Device, get_device
 from segue.errors import ConfigError
 from segue.llm.facts import ModelFacts
 from segue.llm.host_memory import available_bytes
@@ -33,10 +33,11 @@ class EngineConfig:
     (`segue.llm.fuse`); "auto" is on cuda. `sampling_graphs` names the ways of sampling that decode graphs are recorded with,
     besides taking the likeliest token: "drawn" (temperature, min-p), "sorted" (top-k, top-p as well). None by default: each
     makes as many graphs again (36 rungs of an 8B model: 1.7 s on an H200), and a step without is a replay with its sampling
-    queued behind it, which runs ahead of the host as well.
+    queued behind it, which runs ahead of the host as well. `device` may also be a
+    recording device, such as a `CpuDevice` that has only so much memory.
     """
 
-    device: str | torch.device = "auto"
+    device: str | torch.device | Device = "auto"
     dtype: torch.dtype | Literal["auto"] = "auto"
     chunk_size: int | Literal["auto"] = "auto"
     max_requests: int | Literal["auto"] = "auto"
@@ -50,7 +51,7 @@ class EngineConfig:
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.device, (str, torch.device)):
+        if not isinstance(self.device, (str, torch.device, Device)):
             raise ConfigError(f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
         if self.dtype != "auto" and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ConfigError(f"dtype is {self.dtype!r}; it must be 'auto' or a floating-point torch.dtype")
@@ -105,8 +106,15 @@ class Sizes(NamedTuple):
         return "\n  ".join((head, *self.notes))
 
 
-def torch_device(name: str | torch.device) -> torch.device:
+def recording_device(setting: str | torch.device | Device) -> Device:
+    """What records for a setting. Raises ConfigError where it is unknown or absent."""
+    return setting if isinstance(setting, Device) else get_device(torch_device(setting))
+
+
+def torch_device(name: str | torch.device | Device) -> torch.device:
     """The device of a setting. Raises ConfigError where it is unknown or absent."""
+    if isinstance(name, Device):
+        return name.device
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
