@@ -19,7 +19,7 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from segue.backends.piecewise import COMPILERS, default_compiler
+from segue.compilers import COMPILERS, default_compiler
 from segue.errors import ConfigError, StrictModeError
 from segue.memory.sizes import parse_bytes
 from segue.shapes import ladder as ladders

@@ -212,10 +212,29 @@ def test_help_names_the_subcommands_and_each_has_its_own(run: Run) -> None:
         assert result.status == 0 and option in result.out and result.err == ""
 
 
-def test_help_does_not_wait_for_transformers() -> None:
-    code = "import sys, atexit\natexit.register(lambda: print('transformers' in sys.modules))"
-    result = in_process_of_its_own("generate", "--help", code=code)
-    assert result.status == 0 and result.out.splitlines()[-1] == "False"
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("--help",), 0),
+        (("--version",), 0),
+        (("generate", "--help"), 0),
+        (("bench", "decode", "--help"), 0),
+        (("doctor", "--help"), 0),
+        (("nonsense",), 2),
+        (("generate", "Hi", "--max-tokens", "0"), 2),
+        (("generate", "Hi", "--max-context", "1"), 2),
+        (("generate", "Hi", "--memory-budget", "much"), 2),
+        (("generate", "Hi", "--json", "/nowhere/out.json"), 2),
+        (("doctor", "--json", "/nowhere/out.json"), 2),
+        (("bench", "decode", "--batches", "x"), 2),
+        (("bench", "memory", "--chunk-size", "0"), 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_needs_no_torch_does_not_wait_for_it(arguments: tuple[str, ...], status: int) -> None:
+    code = "import sys, atexit\natexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules)))"
+    result = in_process_of_its_own(*arguments, code=code)
+    assert result.status == status and result.out.splitlines()[-1] == "set()"
 
 
 def test_text_that_the_terminal_cannot_show_is_no_error(tiny_chat: str) -> None:

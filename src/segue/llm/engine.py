@@ -23,7 +23,8 @@ from segue.errors import SegueError
 from segue.llm.arguments import Prompt, check_type, many_prompts, params_of_each
 from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
-from segue.llm.config import EngineConfig, fitted_graphs, recording_device, torch_device
+from segue.llm.config import fitted_graphs, recording_device, torch_device
+from segue.llm.engine_config import EngineConfig
 from segue.llm.fuse import FusionReport, fuse, unfuse
 from segue.llm.lifecycle import Lifecycle
 from segue.llm.load import load_model
