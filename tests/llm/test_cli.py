@@ -113,6 +113,8 @@ EAGER = ("--decode", "disabled", "--prefill", "disabled")
         (("generate", "Hi", "--max-context", "0"), "--max-context is 0"),
         (("generate", "Hi", "--max-context", "1"), "--max-context is 1"),
         (("generate", "Hi", "--chunk-size", "0"), "--chunk-size is 0"),
+        (("generate", "Hi", "--max-requests", "999999999"), "--max-requests is 999999999; it must be 'auto' or an integer"),
+        (("generate", "Hi", "--chunk-size", "999999999"), "--chunk-size is 999999999"),
         (("generate", "Hi", "--memory-fraction", "2"), "--memory-fraction is 2.0; it must be 'auto', or above 0"),
         (("generate", "Hi", "--prompts-file"), "--prompts-file"),
         (("generate", "--prompts-file", "/nowhere/prompts.txt"), "/nowhere/prompts.txt cannot be read"),

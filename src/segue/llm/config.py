@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from segue.config import GraphConfig, PhaseConfig
 from segue.device import Device, get_device
 from segue.errors import ConfigError
 from segue.llm.engine_config import EngineConfig
@@ -68,7 +66,8 @@ def settle_sizes(
 
     What can never be reached is cut down: requests to the cache's pages, since each that runs holds one, and the chunk
     to the tokens that all requests of a prefill can bring. `is_gathered` says that the attention copies the context that it
-    reads. Raises ConfigError where sizes that were asked for need more memory than there is.
+    reads. Raises ConfigError where sizes that were asked for need more memory than there is, and where more requests were
+    asked for than the cache that fits has pages.
     """
     is_cpu = device.type == "cpu"
     if is_cpu and config.memory_fraction != "auto":
@@ -83,7 +82,10 @@ def settle_sizes(
     pages = config.num_pages
     if pages == "auto":
         pages = _num_pages(facts, requests, context, _cache_budget(config, device, reserve_bytes), is_cuda=not is_cpu)
+        _check_requests(config, pages)
     sizes = reachable_sizes(chunk, requests, context, pages, is_cpu=is_cpu)
+    if config.max_context != "auto" and config.max_context > context:
+        sizes = sizes._replace(notes=(f"max_context {config.max_context} -> {context}: the model's longest", *sizes.notes))
     _check_memory(config, sizes, facts, device, is_gathered=is_gathered)
     return sizes
 
@@ -108,18 +110,13 @@ def reachable_sizes(chunk: int, requests: int, context: int, pages: int, *, is_c
     return Sizes(chunk, requests, context, pages, slots, tuple(notes))
 
 
-def fitted_graphs(graphs: GraphConfig, sizes: Sizes) -> GraphConfig:
-    """`graphs` for sizes that were cut down: a rung that lay above them now lies at their end, and still holds what is
-    between it and the rung below."""
-    if not sizes.notes:
-        return graphs
-    ends = {"decode": sizes.max_requests, "prefill": sizes.chunk_size}
-    fitted: dict[str, Any] = {}
-    for phase, end in ends.items():
-        asked: PhaseConfig = getattr(graphs, phase)
-        if not isinstance(asked.ladder, str):
-            fitted[phase] = replace(asked, ladder=tuple(sorted({min(rung, end) for rung in asked.ladder})))
-    return replace(graphs, **fitted)
+def _check_requests(config: EngineConfig, pages: int) -> None:
+    most = pages - NUM_RESERVED_PAGES
+    if config.max_requests != "auto" and config.max_requests > most:
+        raise ConfigError(
+            f"max_requests is {config.max_requests}, and the cache that fits has {most} pages, of which each request holds "
+            f"one at least: set max_requests to at most {most}, or num_pages"
+        )
 
 
 def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device: torch.device, *, is_gathered: bool) -> None:

@@ -23,7 +23,7 @@ from segue.errors import SegueError
 from segue.llm.arguments import Prompt, check_type, many_prompts, params_of_each
 from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
-from segue.llm.config import fitted_graphs, recording_device, torch_device
+from segue.llm.config import recording_device, torch_device
 from segue.llm.engine_config import EngineConfig
 from segue.llm.fuse import FusionReport, fuse, unfuse
 from segue.llm.lifecycle import Lifecycle
@@ -134,7 +134,7 @@ class Engine(Lifecycle):
         sizes, strict = self.sizes, self.config.graphs.strict
         attention = self.attention.make(self.cache)
         resolved = resolve(
-            fitted_graphs(self.config.graphs, sizes),
+            self.config.graphs,
             phases={
                 "prefill": PhaseFacts(max_size=sizes.chunk_size, request_slots=sizes.prefill_slots),
                 "decode": PhaseFacts(max_size=sizes.max_requests),

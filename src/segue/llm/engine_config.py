@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from segue.device import Device
 
+# Beyond these no machine has the memory, and it is a slip. A slot of the cache (16 a page) is numbered by 31 bits.
+_BOUNDS = {"chunk_size": (1, 1 << 20), "max_requests": (1, 1 << 16), "max_context": (2, 1 << 24), "num_pages": (3, 1 << 27)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -56,10 +59,10 @@ class EngineConfig:
             raise ConfigError(f"sampling_graphs is {ways!r}; it must be a tuple of {', '.join(VARIANTS)}")
         if not isinstance(self.graphs, GraphConfig):
             raise ConfigError(f"graphs is {self.graphs!r}; it must be a GraphConfig, such as GraphConfig(decode='full')")
-        for name, least in (("chunk_size", 1), ("max_requests", 1), ("max_context", 2), ("num_pages", 3)):
+        for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
-            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"{name} is {value!r}; it must be 'auto' or an integer of at least {least}")
+            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
+                raise ConfigError(f"{name} is {value!r}; it must be 'auto' or an integer from {least} to {most}")
         self._check_memory_fraction()
         if self.graphs.capture not in ("startup", "manual"):
             raise ConfigError(
