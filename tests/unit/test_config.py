@@ -171,9 +171,10 @@ def test_ladders_can_be_named_listed_and_capped() -> None:
 
     assert ladder(ladder="vllm") == vllm_decode(256)
     assert ladder(max_size=10) == (1, 2, 4, 8, 10)
-    assert ladder(ladder=[8, 1, 8]) == (1, 8)
+    assert ladder(ladder=[8, 1, 8]) == (1, 8, 256)
+    assert ladder(ladder=[8, 1], max_size=8) == (1, 8)
     assert ladder(ladder=[8, 1], max_size=16) == (1, 8, 16)
-    assert ladder(ladder=[8, 1, 300]) == (1, 8)
+    assert ladder(ladder=[8, 1, 300]) == (1, 8, 256)
     assert ladder(ladder=[300]) == (256,)
     prefill = settled(GraphConfig(prefill=PhaseConfig(ladder="sglang", max_size=512))).phase("prefill")
     assert prefill.ladder == sglang_prefill(512)
@@ -184,7 +185,7 @@ def test_what_cannot_be_done_as_asked_is_listed() -> None:
         GraphConfig(decode=PhaseConfig(max_size=4096), prefill=PhaseConfig(ladder=(64, 4096)), draft_decode="full")
     )
     assert (find(resolved, "decode", "max_size").asked, find(resolved, "decode", "max_size").got) == ("4096", "256")
-    assert find(resolved, "prefill", "ladder").got == "64"
+    assert find(resolved, "prefill", "ladder").got == "64,2048"
     assert find(resolved, "draft_decode", "backend").got == "unused"
 
 

@@ -33,6 +33,7 @@ from segue.backends.base import Forward, GraphReplay, RecordingBackend
 from segue.backends.pieces import Program, refuse_shared_inputs, split
 from segue.backends.split import OutdatedError, SplitPoints, reading, split_point
 from segue.cache import cache_folder
+from segue.compilers import COMPILERS, default_compiler
 from segue.device.operations import tensors
 from segue.device.watch import is_library
 from segue.errors import CaptureError, ConfigError
@@ -41,7 +42,6 @@ from segue.graph.breaks import Mark, calls, current, is_calling, met, splitting
 from segue.memory.lane import Lane
 from segue.shapes.key import ShapeKey
 
-COMPILERS = ("auto", "inductor", "eager")
 Action = Callable[[Program, tuple[Any, ...]], Any]
 """Told the compiled program and its inputs; returns what the program returned, or what stands for that."""
 
@@ -226,11 +226,6 @@ class PiecewiseBackend(RecordingBackend):
             return compiled
         mark = Mark(compiled, name, frozenset(), frozenset(), None, None)
         return lambda *inputs: met(mark, inputs, {})
-
-
-def default_compiler(kind: str) -> str:
-    """Of a device: inductor's code is recorded on CUDA alone, and on a CPU needs a C++ compiler."""
-    return "inductor" if kind == "cuda" else "eager"
 
 
 def _calling(forward: Forward) -> Callable[[], Any]:

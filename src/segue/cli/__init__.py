@@ -1,8 +1,8 @@
 """The `segue` command: one file a subcommand. Exit status 0, 2 for bad usage, 1 for a failure.
 
-Every error is one line on standard error, those of argparse too; `--debug` shows the traceback. transformers is imported
-inside subcommands, so that `segue --help` and usage errors do not wait for it. The installed command enters by
-`segue_command`, which is light.
+Every error is one line on standard error, those of argparse too; `--debug` shows the traceback. torch and transformers are
+imported inside subcommands, after all that can be checked without them (`import_torch`), so that `segue --help` and usage
+errors do not wait. The installed command enters by `segue_command`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from segue.cli import bench, doctor, generate
 from segue.cli.output import note
 from segue.cli.usage import UsageError, name_options
+from segue_command import leaving_at_once
 
 _COMMANDS = (generate, bench, doctor)
 
@@ -30,11 +31,20 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for, which takes as long as all of the parser."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(f"segue {_version()}")
+        parser.exit()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status. Arguments that cannot be parsed, and --help, raise SystemExit."""
     if sys.stderr is None:  # closed by the caller: print() would write to standard output instead
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    options = _parser().parse_args(arguments)
+    with leaving_at_once():
+        options = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what the terminal cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -56,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="segue", description="PyTorch inference without launch overhead.")
-    parser.add_argument("--version", action="version", version=f"segue {_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     _add_commands(parser, _COMMANDS)
     return parser
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segue.cache import cache_folder
-from segue.cli.output import check_writable, write_json
+from segue.cli.output import check_writable, import_torch, write_json
 from segue.errors import SegueError
 from segue.llm.checkpoints import converted_folder, extra_remedy, find_default_model, is_whole
 from segue.observe.report import format_table
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
+    import_torch()
     findings = [_python(), _torch(), _recording("cpu"), _cuda()]
     findings += [_extra(name, modules) for name, modules in _EXTRAS.items()]
     findings.append(_guarded("default model", _default_model))

@@ -10,8 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from segue.cli.output import check_writable, is_terminal, note, progress_bar, write_json
+from segue.cli.output import check_writable, import_torch, is_terminal, note, progress_bar, write_json
 from segue.cli.usage import UsageError, usage
+from segue.config import GraphConfig
+from segue.llm import EngineConfig, SamplingParams
 from segue.llm.arguments import check_text
 
 HELP = "generate text from a checkpoint, and show which graphs did it"
@@ -62,9 +64,6 @@ class _Prompt(NamedTuple):
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     prompts = _read_prompts(options)
-    from segue.llm import Engine, EngineConfig, SamplingParams, default_model
-    from segue.llm.fuse import explain_fusion
-
     with usage():
         params = SamplingParams(
             max_tokens=options.max_tokens,
@@ -75,8 +74,12 @@ def run(options: argparse.Namespace) -> int:
             seed=options.seed,
             stop=tuple(options.stop),
         )
-        config = _engine_config(options, EngineConfig)
+        config = _engine_config(options)
     start = time.perf_counter()
+    import_torch()
+    from segue.llm import Engine, default_model
+    from segue.llm.fuse import explain_fusion
+
     with progress_bar("starting") as show:
         source = options.model if options.model is not None else default_model(show if is_terminal() else None)
         engine = Engine(source, config, progress=lambda key, what: show(f"{what} of {key}"))
@@ -122,15 +125,13 @@ def _read_text(file: str) -> str:
         raise UsageError(f"--prompts-file {file} cannot be read: {error}") from None
 
 
-def _engine_config(options: argparse.Namespace, kind: type) -> Any:
-    from segue.config import GraphConfig
-
+def _engine_config(options: argparse.Namespace) -> EngineConfig:
     sizes = {name: getattr(options, name) for name in ("max_context", "chunk_size", "max_requests", "memory_fraction")}
     graphs = GraphConfig(
         decode=options.decode, prefill=options.prefill, debug=options.debug_graphs, memory_budget=options.memory_budget
     )
     given = {name: size for name, size in sizes.items() if size is not None}
-    return kind(device=options.device, attention=options.attention, graphs=graphs, **given)
+    return EngineConfig(device=options.device, attention=options.attention, graphs=graphs, **given)
 
 
 def _queue(engine: Any, prompt: _Prompt, params: Any, *, is_raw: bool) -> str:

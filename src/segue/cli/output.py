@@ -1,4 +1,4 @@
-"""What subcommands share for output: notes, JSON files that are whole or not there, and a progress bar."""
+"""What subcommands share: notes, JSON files that are whole or not there, a progress bar, and the wait for torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.cli.usage import UsageError
+from segue_command import leaving_at_once
 
 
 def note(text: str) -> None:
@@ -20,6 +21,12 @@ def note(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         if sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)
+
+
+def import_torch() -> None:
+    """Takes seconds, so a command checks before what it can, and an interrupt meanwhile ends the process at once."""
+    with leaving_at_once():
+        import torch  # noqa: F401
 
 
 def check_writable(file: str | None, option: str = "--json") -> None:

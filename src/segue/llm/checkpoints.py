@@ -28,8 +28,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from segue.cache import cache_folder
 from segue.errors import ConfigError, MissingExtraError
 from segue.llm.quiet import quiet, without_gguf_bar
@@ -239,6 +237,7 @@ def _write_converted(file: Path, folder: Path) -> None:
 
 def _write_weights(file: Path, config: Any, folder: Path) -> str:
     """Write ``model.safetensors`` in float16; returns the name of the model's class."""
+    import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -1,89 +1,23 @@
-"""What a user may set of an engine, and how "auto" is settled: pure functions of the model and the device."""
+"""How the "auto" of an engine's settings is settled: pure functions of the model and the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from segue.config import GraphConfig, PhaseConfig
-from segue.device import get_device
+from segue.device import Device, get_device
 from segue.errors import ConfigError
+from segue.llm.engine_config import EngineConfig
 from segue.llm.facts import ModelFacts
 from segue.llm.host_memory import available_bytes
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import NUM_RESERVED_PAGES, PAGE_SIZE, pages_for
-from segue.llm.step_sampling import VARIANTS
 
 _CPU_CACHE_BYTES = 1 << 30
 _CPU_MAX_CONTEXT = 1024
 DEFAULT_MEMORY_FRACTION = 0.9
 _CPU_GATHER_COPIES = 4  # SmolLM2-135M, 1454 requests, context 1024: 11 GB at the most, where one copy is 2.3 GB
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Settings of an engine. Counts are in requests and tokens; "auto" follows from device and model.
-
-    `chunk_size` bounds the tokens of one prefill step, `max_requests` the requests that run at once, `max_context` the
-    prompt and output of one request together, `num_pages` the cache (16 tokens a page, two of them reserved).
-    `memory_fraction` sizes the cache instead, on CUDA: how much of the device's memory may be in use once the engine has
-    started, other processes and the largest eager pass included. `fuse` says whether the model's layers are fused
-    (`segue.llm.fuse`); "auto" is on cuda. `sampling_graphs` names the ways of sampling that decode graphs are recorded with,
-    besides taking the likeliest token: "drawn" (temperature, min-p), "sorted" (top-k, top-p as well). None by default: each
-    makes as many graphs again (36 rungs of an 8B model: 1.7 s on an H200), and a step without is a replay with its sampling
-    queued behind it, which runs ahead of the host as well.
-    """
-
-    device: str | torch.device = "auto"
-    dtype: torch.dtype | Literal["auto"] = "auto"
-    chunk_size: int | Literal["auto"] = "auto"
-    max_requests: int | Literal["auto"] = "auto"
-    max_context: int | Literal["auto"] = "auto"
-    num_pages: int | Literal["auto"] = "auto"
-    memory_fraction: float | Literal["auto"] = "auto"
-    attention: str = "auto"
-    fuse: bool | Literal["auto"] = "auto"
-    overlap: bool | Literal["auto"] = "auto"
-    sampling_graphs: tuple[str, ...] = ()
-    graphs: GraphConfig = field(default_factory=GraphConfig)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.device, (str, torch.device)):
-            raise ConfigError(f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
-        if self.dtype != "auto" and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ConfigError(f"dtype is {self.dtype!r}; it must be 'auto' or a floating-point torch.dtype")
-        if not isinstance(self.attention, str):
-            raise ConfigError(f"attention is {self.attention!r}; it must be 'auto' or the name of one")
-        for name in ("fuse", "overlap"):
-            if getattr(self, name) not in (True, False, "auto"):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True, False or 'auto'")
-        ways = self.sampling_graphs
-        if not isinstance(ways, tuple) or not all(way in VARIANTS for way in ways):
-            raise ConfigError(f"sampling_graphs is {ways!r}; it must be a tuple of {', '.join(VARIANTS)}")
-        if not isinstance(self.graphs, GraphConfig):
-            raise ConfigError(f"graphs is {self.graphs!r}; it must be a GraphConfig, such as GraphConfig(decode='full')")
-        for name, least in (("chunk_size", 1), ("max_requests", 1), ("max_context", 2), ("num_pages", 3)):
-            value = getattr(self, name)
-            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"{name} is {value!r}; it must be 'auto' or an integer of at least {least}")
-        self._check_memory_fraction()
-        if self.graphs.capture not in ("startup", "manual"):
-            raise ConfigError(
-                f"graphs.capture is {self.graphs.capture!r}; the engine captures at 'startup', or when told to ('manual')"
-            )
-
-    def _check_memory_fraction(self) -> None:
-        fraction = self.memory_fraction
-        if fraction == "auto":
-            return
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
-            raise ConfigError(f"memory_fraction is {fraction!r}; it must be 'auto', or above 0 and at most 1")
-        if self.num_pages != "auto":
-            raise ConfigError(
-                f"memory_fraction is {fraction} and num_pages is {self.num_pages}: both size the KV cache; set one of them"
-            )
 
 
 class Sizes(NamedTuple):
@@ -105,8 +39,15 @@ class Sizes(NamedTuple):
         return "\n  ".join((head, *self.notes))
 
 
-def torch_device(name: str | torch.device) -> torch.device:
+def recording_device(setting: str | torch.device | Device) -> Device:
+    """What records for a setting. Raises ConfigError where it is unknown or absent."""
+    return setting if isinstance(setting, Device) else get_device(torch_device(setting))
+
+
+def torch_device(name: str | torch.device | Device) -> torch.device:
     """The device of a setting. Raises ConfigError where it is unknown or absent."""
+    if isinstance(name, Device):
+        return name.device
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -125,7 +66,8 @@ def settle_sizes(
 
     What can never be reached is cut down: requests to the cache's pages, since each that runs holds one, and the chunk
     to the tokens that all requests of a prefill can bring. `is_gathered` says that the attention copies the context that it
-    reads. Raises ConfigError where sizes that were asked for need more memory than there is.
+    reads. Raises ConfigError where sizes that were asked for need more memory than there is, and where more requests were
+    asked for than the cache that fits has pages.
     """
     is_cpu = device.type == "cpu"
     if is_cpu and config.memory_fraction != "auto":
@@ -140,7 +82,10 @@ def settle_sizes(
     pages = config.num_pages
     if pages == "auto":
         pages = _num_pages(facts, requests, context, _cache_budget(config, device, reserve_bytes), is_cuda=not is_cpu)
+        _check_requests(config, pages)
     sizes = reachable_sizes(chunk, requests, context, pages, is_cpu=is_cpu)
+    if config.max_context != "auto" and config.max_context > context:
+        sizes = sizes._replace(notes=(f"max_context {config.max_context} -> {context}: the model's longest", *sizes.notes))
     _check_memory(config, sizes, facts, device, is_gathered=is_gathered)
     return sizes
 
@@ -165,18 +110,13 @@ def reachable_sizes(chunk: int, requests: int, context: int, pages: int, *, is_c
     return Sizes(chunk, requests, context, pages, slots, tuple(notes))
 
 
-def fitted_graphs(graphs: GraphConfig, sizes: Sizes) -> GraphConfig:
-    """`graphs` for sizes that were cut down: a rung that lay above them now lies at their end, and still holds what is
-    between it and the rung below."""
-    if not sizes.notes:
-        return graphs
-    ends = {"decode": sizes.max_requests, "prefill": sizes.chunk_size}
-    fitted: dict[str, Any] = {}
-    for phase, end in ends.items():
-        asked: PhaseConfig = getattr(graphs, phase)
-        if not isinstance(asked.ladder, str):
-            fitted[phase] = replace(asked, ladder=tuple(sorted({min(rung, end) for rung in asked.ladder})))
-    return replace(graphs, **fitted)
+def _check_requests(config: EngineConfig, pages: int) -> None:
+    most = pages - NUM_RESERVED_PAGES
+    if config.max_requests != "auto" and config.max_requests > most:
+        raise ConfigError(
+            f"max_requests is {config.max_requests}, and the cache that fits has {most} pages, of which each request holds "
+            f"one at least: set max_requests to at most {most}, or num_pages"
+        )
 
 
 def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device: torch.device, *, is_gathered: bool) -> None:

@@ -19,12 +19,12 @@ import torch
 
 from segue.backends import make_backend
 from segue.config import PhaseFacts, ResolvedConfig, resolve
-from segue.device import get_device
 from segue.errors import SegueError
 from segue.llm.arguments import Prompt, check_type, many_prompts, params_of_each
 from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
-from segue.llm.config import EngineConfig, fitted_graphs, torch_device
+from segue.llm.config import recording_device, torch_device
+from segue.llm.engine_config import EngineConfig
 from segue.llm.fuse import FusionReport, fuse, unfuse
 from segue.llm.lifecycle import Lifecycle
 from segue.llm.load import load_model
@@ -99,7 +99,7 @@ class Engine(Lifecycle):
         self.config = EngineConfig() if config is None else config
         check_type("config", self.config, EngineConfig)
         device = torch_device(self.config.device)
-        self.device = get_device(device)
+        self.device = recording_device(self.config.device)
         register()
         if isinstance(source, torch.nn.Module):
             unfuse(source)
@@ -134,7 +134,7 @@ class Engine(Lifecycle):
         sizes, strict = self.sizes, self.config.graphs.strict
         attention = self.attention.make(self.cache)
         resolved = resolve(
-            fitted_graphs(self.config.graphs, sizes),
+            self.config.graphs,
             phases={
                 "prefill": PhaseFacts(max_size=sizes.chunk_size, request_slots=sizes.prefill_slots),
                 "decode": PhaseFacts(max_size=sizes.max_requests),

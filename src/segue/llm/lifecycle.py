@@ -23,7 +23,8 @@ from segue.device import Device, MemoryReading
 from segue.errors import CaptureOutOfMemory, SegueError
 from segue.llm import sizing
 from segue.llm.attention import AttentionChoice
-from segue.llm.config import EngineConfig, Sizes, bytes_per_page, reachable_sizes, settle_sizes, used_fraction
+from segue.llm.config import Sizes, bytes_per_page, reachable_sizes, settle_sizes, used_fraction
+from segue.llm.engine_config import EngineConfig
 from segue.llm.facts import ModelFacts
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import PagePool

@@ -16,6 +16,8 @@ from typing import Any
 TEMPERATURES = (1e-5, 1e5)
 REPETITION_PENALTIES = (1e-3, 1e3)
 MAX_PENALTY = 1e4
+VARIANTS = ("drawn", "sorted")
+"""ways of sampling that a decode graph can be recorded with (`segue.llm.step_sampling`)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

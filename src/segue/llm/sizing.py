@@ -18,7 +18,8 @@ import torch
 from segue.device import Device, MemoryReading
 from segue.errors import ConfigError
 from segue.llm.batch import dummy_batch, to_device
-from segue.llm.config import EngineConfig, Sizes
+from segue.llm.config import Sizes
+from segue.llm.engine_config import EngineConfig
 from segue.llm.pages import NUM_RESERVED_PAGES
 from segue.llm.runners import BatchRunner
 from segue.memory.estimate import Estimate, family_sample, sampled

@@ -25,7 +25,6 @@ import torch
 
 from segue.llm.sampler import SamplerInputs, SamplerMode, SamplerState, draw, has_penalty, integers_of, numbers_of
 
-VARIANTS = ("drawn", "sorted")
 _MODES = {
     "drawn": SamplerMode(is_all_greedy=False, uses_penalties=False, uses_sort=False, uses_min_p=True),
     "sorted": SamplerMode(is_all_greedy=False, uses_penalties=False, uses_sort=True, uses_min_p=True),

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from segue.cli.bench.common import add_model_arguments, describe_machine, make_model
-from segue.cli.output import check_writable, write_json
+from segue.cli.output import check_writable, import_torch, write_json
 from segue.cli.usage import usage
 from segue.observe.report import format_bytes, format_table
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
+    import_torch()
     from segue.config import GraphConfig
     from segue.llm import Engine, EngineConfig
     from segue.llm.config import torch_device

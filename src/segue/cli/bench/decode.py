@@ -14,7 +14,7 @@ from segue.cli.bench.common import (
     sizes_of,
     write_results,
 )
-from segue.cli.output import note
+from segue.cli.output import import_torch, note
 from segue.cli.usage import usage
 from segue.observe.report import format_table
 from segue.observe.speed_plot import draw_decode
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     check_results(options)
     batches = sizes_of(options.batches, "batches") or (1,)
+    import_torch()
     from segue.config import GraphConfig, PhaseConfig
     from segue.llm import Engine, EngineConfig
     from segue.llm.bench.decode import measure_compiled, measure_decode

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from segue.cli.bench.common import add_model_arguments, describe_machine, make_model, sizes_of
-from segue.cli.output import check_writable, note, write_json
+from segue.cli.output import check_writable, import_torch, note, write_json
 from segue.cli.usage import UsageError, usage
 from segue.observe.report import format_bytes, format_table
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
+    import_torch()
     from segue.llm.bench.matrix import ARMS, measure_matrix
     from segue.llm.config import torch_device
 

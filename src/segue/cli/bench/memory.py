@@ -23,7 +23,7 @@ from segue.cli.bench.common import (
     sizes_of,
     write_results,
 )
-from segue.cli.output import note
+from segue.cli.output import import_torch, note
 from segue.cli.usage import UsageError, usage
 from segue.observe.memory_plot import draw
 from segue.observe.report import format_bytes, format_table
@@ -72,14 +72,15 @@ def run(options: argparse.Namespace) -> int:
     check_results(options)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures on cpu, writes lines of its own
     asked = sizes_of(options.ceilings, "ceilings")
+    if any(size is not None and size < 1 for size in (options.chunk_size, options.max_requests)):
+        raise UsageError("--chunk-size and --max-requests must be at least 1")
     start = time.perf_counter()
+    import_torch()
     from segue.llm.config import torch_device
 
     device = torch_device(options.device)
     chunk = _CHUNK[device.type] if options.chunk_size is None else options.chunk_size
     most = _REQUESTS[device.type] if options.max_requests is None else options.max_requests
-    if chunk < 1 or most < 1:
-        raise UsageError("--chunk-size and --max-requests must be at least 1")
     with usage():
         model = make_model(options, device, max_context=2 * chunk + _ROOM)
     note(f"{options.shape}: weights after {time.perf_counter() - start:.1f} s on {device}")

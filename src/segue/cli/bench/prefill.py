@@ -14,6 +14,7 @@ from segue.cli.bench.common import (
     sizes_of,
     write_results,
 )
+from segue.cli.output import import_torch
 from segue.cli.usage import UsageError, usage
 from segue.observe.report import format_bytes, format_table
 from segue.observe.speed_plot import draw_prefill
@@ -34,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     check_results(options)
     lengths = sizes_of(options.lengths, "lengths") or (4,)
     arms = tuple(dict.fromkeys(options.arms.split(",")))
+    import_torch()
     from segue.llm.bench.prefill import ARMS, measure_prefill
     from segue.llm.config import torch_device
 

@@ -15,7 +15,7 @@ from segue.cli.bench.common import (
     sizes_of,
     write_results,
 )
-from segue.cli.output import note
+from segue.cli.output import import_torch, note
 from segue.cli.usage import UsageError, usage
 from segue.observe.speed_plot import draw_throughput
 
@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
     lengths = sizes_of(options.lengths, "lengths") or ()
     if len(lengths) > 2 or options.prompts < 1 or options.new_tokens < 1:
         raise UsageError("--lengths takes the shortest and the longest prompt; --prompts and --new-tokens at least 1")
+    import_torch()
     from segue.llm import Engine, EngineConfig
     from segue.llm.bench.throughput import floor_seconds, make_prompts, measure_engine, measure_transformers
     from segue.llm.config import torch_device

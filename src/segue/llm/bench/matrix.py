@@ -18,8 +18,8 @@ from segue.config import BACKENDS, GraphConfig, PhaseConfig
 from segue.llm.batch import HostBatch
 from segue.llm.bench.decode import decode_batch
 from segue.llm.bench.prefill import prefill_batch
-from segue.llm.config import EngineConfig
 from segue.llm.engine import Engine
+from segue.llm.engine_config import EngineConfig
 from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
 from segue.llm.runners import BatchRunner
 

@@ -50,9 +50,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHARED_LAYERS = {"moe-78-layers"}
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096) -> Any:
+def random_model(
+    shape: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096, *, share_layers: bool | None = None
+) -> Any:
     """A transformers model of a named shape, or of the ``config.json`` in a folder, with small random weights.
 
+    `share_layers` gives all layers one set of weights; None where the shape is one of `SHARED_LAYERS`.
     Raises ConfigError for an unknown name.
     """
     require_extra()
@@ -68,7 +71,8 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, max_conte
         raise ConfigError(f"no shape is called {shape!r}: choose one of {', '.join(SHAPES)}, or a folder with config.json")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    layers = list(model.model.layers) if shape in SHARED_LAYERS else []
+    is_shared = shape in SHARED_LAYERS if share_layers is None else share_layers
+    layers = list(model.model.layers) if is_shared else []
     if layers:
         model.model.layers = torch.nn.ModuleList(layers[:1])
     model = model.to_empty(device=device).eval()

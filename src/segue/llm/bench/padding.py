@@ -21,8 +21,8 @@ from segue.graph import calling
 from segue.llm.batch import HostBatch
 from segue.llm.bench.measure import Sample, interleaved
 from segue.llm.bench.prefill import prefill_batch
-from segue.llm.config import EngineConfig
 from segue.llm.engine import Engine
+from segue.llm.engine_config import EngineConfig
 from segue.llm.pages import PAGE_SIZE, pages_for
 from segue.llm.runners import Limits, PrefillRunner
 

@@ -15,8 +15,8 @@ import torch
 from segue.config import GraphConfig, PhaseConfig
 from segue.llm.batch import HostBatch, RequestRows, build_batch
 from segue.llm.bench.measure import interleaved
-from segue.llm.config import EngineConfig
 from segue.llm.engine import Engine
+from segue.llm.engine_config import EngineConfig
 from segue.llm.pages import NUM_RESERVED_PAGES, PAGE_SIZE, pages_for
 from segue.llm.runners import BatchRunner
 
