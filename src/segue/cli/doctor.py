@@ -77,8 +77,10 @@ def _model(source: str, device_name: str) -> list[Finding]:
     found = [
         Finding("model", "ok", f"{facts.architecture} on {device}, {size}"),
         Finding("attention", "ok", attention),
-        Finding("fusion", "ok", default),
     ]
+    if loaded.experts is not None:
+        found.append(Finding("experts", "ok", loaded.experts.explain().removeprefix("experts: ")))
+    found.append(Finding("fusion", "ok", default))
     for line in fuse(loaded.model, facts, facts.max_context).lines():
         kind, _, what = line.partition(": ")
         found.append(Finding(f"  {kind}", "ok", what))

@@ -19,6 +19,7 @@ from segue.llm.arguments import check_text
 HELP = "generate text from a checkpoint, and show which graphs did it"
 
 _ATTENTION = ("auto", "torch_sdpa", "triton", "flashinfer", "fa4")
+_EXPERTS = ("auto", "grouped_mm", "batched_mm", "segue")
 _DECODE = ("auto", "full", "breakable", "tc_piecewise", "disabled")
 _PREFILL = ("auto", "breakable", "full", "tc_piecewise", "disabled")
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--attention", choices=_ATTENTION, default="auto", help="what computes attention over the cache")
+    parser.add_argument("--experts", choices=_EXPERTS, default="auto", help="what multiplies the experts of a mixture")
     parser.add_argument("--decode", choices=_DECODE, default="auto", help="backend of decode steps")
     parser.add_argument("--prefill", choices=_PREFILL, default="auto", help="backend of prefill steps")
     parser.add_argument(
@@ -86,8 +88,9 @@ def run(options: argparse.Namespace) -> int:
     with engine:
         seconds = time.perf_counter() - start
         names = [_queue(engine, prompt, params, is_raw=options.raw) for prompt in prompts]
-        note(f"{engine.sizes.explain()}\n{engine.attention.explain()}\n{explain_fusion(engine.fusion)}")
-        note(engine.resolved.explain())
+        lines = [engine.sizes.explain(), engine.attention.explain(), explain_fusion(engine.fusion)]
+        lines += [] if engine.experts is None else [engine.experts.explain()]
+        note("\n".join((*lines, engine.resolved.explain())))
         note(f"ready after {seconds:.1f} s on {engine.device.device}")
         outputs = _generate(engine, prompts, names)
         stats = engine.stats()
@@ -131,7 +134,7 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         decode=options.decode, prefill=options.prefill, debug=options.debug_graphs, memory_budget=options.memory_budget
     )
     given = {name: size for name, size in sizes.items() if size is not None}
-    return EngineConfig(device=options.device, attention=options.attention, graphs=graphs, **given)
+    return EngineConfig(device=options.device, attention=options.attention, experts=options.experts, graphs=graphs, **given)
 
 
 def _queue(engine: Any, prompt: _Prompt, params: Any, *, is_raw: bool) -> str:

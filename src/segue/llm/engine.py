@@ -103,8 +103,8 @@ class Engine(Lifecycle):
         register()
         if isinstance(source, torch.nn.Module):
             unfuse(source)
-        loaded = load_model(source, device=device, dtype=self.config.dtype, tokenizer=tokenizer)
-        self.facts = loaded.facts
+        loaded = load_model(source, device=device, dtype=self.config.dtype, tokenizer=tokenizer, experts=self.config.experts)
+        self.facts, self.experts = loaded.facts, loaded.experts
         self.tokenizer = loaded.tokenizer
         self.fusion: FusionReport | None = None
         self._model = loaded.model
@@ -437,6 +437,7 @@ class Engine(Lifecycle):
                 "running": self._scheduler.num_running,
                 "preemptions": self._scheduler.num_preemptions,
                 "attention": self.attention.name,
+                "experts": None if self.experts is None else self.experts.name,
                 "fusion": None if self.fusion is None else self.fusion.to_dict(),
                 "pages": self._pages.capacity,
                 "free_pages": self._pages.num_free,

@@ -41,6 +41,7 @@ class EngineConfig:
     num_pages: int | Literal["auto"] = "auto"
     memory_fraction: float | Literal["auto"] = "auto"
     attention: str = "auto"
+    experts: str = "auto"
     fuse: bool | Literal["auto"] = "auto"
     overlap: bool | Literal["auto"] = "auto"
     sampling_graphs: tuple[str, ...] = ()
@@ -51,6 +52,8 @@ class EngineConfig:
             self._check_torch_types()
         if not isinstance(self.attention, str):
             raise ConfigError(f"attention is {self.attention!r}; it must be 'auto' or the name of one")
+        if not isinstance(self.experts, str):
+            raise ConfigError(f"experts is {self.experts!r}; it must be 'auto' or the name of one")
         for name in ("fuse", "overlap"):
             if getattr(self, name) not in (True, False, "auto"):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True, False or 'auto'")

@@ -21,21 +21,21 @@ from segue.graph import current, is_calling
 _INDEX_NAMES = ("top_k_index", "router_indices", "selected_experts")
 
 
+def experts_modules(model: torch.nn.Module) -> list[Any]:
+    """The experts modules of `model`."""
+    return [module for module in model.modules() if _index_parameter(module) is not None]
+
+
 def guard_experts(model: torch.nn.Module) -> int:
     """Keeps padding out of every experts module of `model`; returns how many there are. A second call adds nothing."""
-    count = 0
-    for module in model.modules():
-        name = _index_parameter(module)
-        if name is None:
-            continue
-        count += 1
-        experts: Any = module
+    found = experts_modules(model)
+    for experts in found:
         if not getattr(experts, "segue_guards_experts", False):
             experts.segue_guards_experts = True
-            module.register_forward_pre_hook(_Guard(name), with_kwargs=True)
+            experts.register_forward_pre_hook(_Guard(str(_index_parameter(experts))), with_kwargs=True)
             # transformers masks what its grouped kernel leaves unwritten for sentinels only where it expects some.
             experts._is_expert_parallel = True
-    return count
+    return len(found)
 
 
 def _index_parameter(module: torch.nn.Module) -> str | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from segue.graph import current
 from segue.llm.attention import LayerSpec, paged_attention
-from segue.llm.kernels.reference import ACTIVATIONS
+from segue.llm.kernels.reference import activation_of
 from segue.llm.kv_cache import PagedKVCache
 
 __all__ = ["Attention", "Layer", "Mlp", "Norm", "first_of", "has_hooks"]
@@ -141,7 +141,7 @@ class Mlp:
         names = ("gate_proj", "up_proj", "down_proj")
         if not _is_plain(module, names) or len(list(module.parameters())) not in (3, 6):
             return None
-        activation = _activation(module)
+        activation = activation_of(module, module.gate_proj.weight.device)
         return None if activation is None else cls(module, activation)
 
     def merge(self) -> None:
@@ -166,19 +166,6 @@ class Mlp:
     @property
     def output(self) -> Any:
         return self._module.down_proj
-
-
-def _activation(module: Any) -> str | None:
-    """The name of the activation that `act_fn` computes."""
-    function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    weight: torch.Tensor = module.gate_proj.weight
-    if function is None:
-        return None
-    x = torch.linspace(-3, 3, 13, dtype=torch.float32, device=weight.device)
-    for name, candidate in ACTIVATIONS.items():
-        if torch.allclose(function(x), candidate(x), atol=1e-5):
-            return name
-    return None
 
 
 class Attention:

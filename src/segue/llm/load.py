@@ -24,6 +24,7 @@ from segue.errors import ConfigError
 from segue.llm.checkpoints import convert_gguf, default_model, in_hub_cache, require_extra
 from segue.llm.experts import guard_experts
 from segue.llm.facts import ModelFacts, attention_facts, check_supported, model_facts
+from segue.llm.moe import ExpertsChoice, choose_experts
 from segue.llm.quiet import quiet
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     config: Any
     facts: ModelFacts
+    experts: ExpertsChoice | None = None
 
 
 def load_model(
@@ -53,13 +55,14 @@ def load_model(
     device: torch.device | str = "auto",
     dtype: torch.dtype | Literal["auto"] = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    experts: str = "auto",
 ) -> LoadedModel:
     """Load a checkpoint folder, a GGUF file or a hub id, or take a model that is in memory.
 
     `device` "auto" is CUDA where there is one. `dtype` "auto" is the checkpoint's on CUDA, float32 on CPU; a model in
     memory keeps its own. That model is changed: moved, put into eval mode, and its attention replaced. `tokenizer`
-    overrides the source's. Raises ConfigError where the source cannot be loaded or run, MissingExtraError without
-    transformers.
+    overrides the source's; `experts` is one of `moe.EXPERTS`. Raises ConfigError where the source cannot be loaded or run,
+    MissingExtraError without transformers.
     """
     require_extra()
     from transformers import PreTrainedModel
@@ -70,7 +73,7 @@ def load_model(
         )
     device = _resolve_device(device)
     if isinstance(source, PreTrainedModel):
-        return _take_model(source, device, dtype, tokenizer)
+        return _take_model(source, device, dtype, tokenizer, experts)
     location = _locate(source)
     with quiet():
         config = _load_config(location)
@@ -80,7 +83,7 @@ def load_model(
         model = _load_weights(location, config, torch.float32 if dtype == "auto" and device.type == "cpu" else dtype)
         model.to(device)  # type: ignore[arg-type]
         tokenizer = _load_tokenizer(location) if tokenizer is None else tokenizer
-    return _finish(model, tokenizer)
+    return _finish(model, tokenizer, experts)
 
 
 def _take_model(
@@ -88,21 +91,24 @@ def _take_model(
     device: torch.device,
     dtype: torch.dtype | Literal["auto"],
     tokenizer: PreTrainedTokenizerBase | None,
+    experts: str,
 ) -> LoadedModel:
     check_supported(type(model), model.config)
     model.to(device=device, dtype=model.dtype if dtype == "auto" else dtype)  # type: ignore[call-arg]
-    return _finish(model, tokenizer)
+    return _finish(model, tokenizer, experts)
 
 
-def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
+def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, experts: str) -> LoadedModel:
     model.eval()
     # With a pad id, some models compare it with the ids on the host at each call, to warn about a missing mask.
     model.config.pad_token_id = None
+    capability = torch.cuda.get_device_capability(model.device) if model.device.type == "cuda" else None
+    chosen = choose_experts(model, experts, capability)
     layers = attention_facts(model)
     guard_experts(model)
     model.set_attn_implementation(ATTENTION)
     facts = model_facts(model, layers, _eos_token_ids(model, tokenizer))
-    return LoadedModel(model, tokenizer, model.config, facts)
+    return LoadedModel(model, tokenizer, model.config, facts, chosen)
 
 
 def _resolve_device(device: torch.device | str) -> torch.device:

@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     variants = tuple(filter(None, options.sampling_graphs.split(",")))
     with usage():
         config = EngineConfig(
-            device=device, attention=options.attention, chunk_size=options.chunk_size, max_requests=options.max_requests,
+            device=device, attention=options.attention, experts=options.experts,
+            chunk_size=options.chunk_size, max_requests=options.max_requests,
             max_context=context, num_pages=NUM_RESERVED_PAGES + 8 * pages_for(context) + options.max_requests,
             graphs=GraphConfig(prefill=options.prefill), sampling_graphs=variants,
         )  # fmt: skip

@@ -23,6 +23,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (bfloat16 on cuda, float32 on cpu)")
     parser.add_argument("--attention", default="auto", metavar="NAME", help="which attention runs")
+    parser.add_argument("--experts", default="auto", metavar="NAME", help="which code runs a mixture's experts")
 
 
 def add_png_argument(parser: argparse.ArgumentParser) -> None:

@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
         result["compiled"] = measure_compiled(model, device, options.context)
     pages = NUM_RESERVED_PAGES + batches[-1] * pages_for(options.context + 2)
     config = EngineConfig(
-        device=device, attention=options.attention, max_requests=batches[-1], max_context=options.context + 16,
+        device=device, attention=options.attention, experts=options.experts,
+        max_requests=batches[-1], max_context=options.context + 16,
         num_pages=pages, graphs=GraphConfig(prefill="disabled", decode=PhaseConfig(backend="full", ladder=batches)),
     )  # fmt: skip
     with usage(), Engine(model, config) as engine:

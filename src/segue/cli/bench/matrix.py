@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     with usage():
         model = make_model(options, device, max_context=max(4096, 2 * context, 2 * rungs["prefill"][-1]))
         result: dict[str, Any] = {"shape": options.shape, "machine": describe_machine(device)}
-        result |= measure_matrix(model, device, options.attention, arms, rungs, context, calls=calls)
+        result |= measure_matrix(model, device, options.attention, options.experts, arms, rungs, context, calls=calls)
     attention = result["arms"][0]["attention"]
     print(f"{options.shape}, {result['machine']['device']}, {attention}, context {context}: {calls} steps an arm, in turn")
     headers = ["arm", "decode", "prefill", "shapes", "capture s", "graph pool", "executable graphs"]

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     with usage():
         model = make_model(options, device, max_context=max(4096, 2 * tokens[-1][1]))
         result: dict[str, Any] = {"shape": options.shape, "machine": describe_machine(device)}
-        result |= measure_padding(model, device, options.attention, tokens, slot_tokens, empty, calls=calls)
+        result |= measure_padding(model, device, options.attention, options.experts, tokens, slot_tokens, empty, calls=calls)
     print(f"{options.shape}, {result['machine']['device']}, {result['attention']}: ms a replay (fastest - slowest round)")
     headers = ["real tokens", "rung", "rung that fits", "padded", "padding costs", "us a padded token", "rung filled"]
     print(format_table(headers, [_token_row(row) for row in result["tokens"]]))

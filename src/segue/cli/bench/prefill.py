@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     with usage():
         model = make_model(options, device, max_context=max(4096, 2 * lengths[-1]))
         result: dict[str, Any] = {"shape": options.shape, "machine": describe_machine(device)}
-        result |= measure_prefill(model, device, arms, lengths, options.attention)
+        result |= measure_prefill(model, device, arms, lengths, options.attention, options.experts)
     print(f"{options.shape}, {result['machine']['device']}: ms a prefill step (fastest - slowest round)")
     headers = ["tokens", *arms, *(f"{arm} / {arms[0]}" for arm in arms[1:])]
     print(format_table(headers, [_row(row, arms) for row in result["rows"]]))

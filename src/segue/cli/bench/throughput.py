@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         note("transformers' continuous batching ...")
         result["transformers_s"] = measure_transformers(model, prompts, options.new_tokens)
     config = EngineConfig(
-        device=device, attention=options.attention, max_requests=len(prompts),
+        device=device, attention=options.attention, experts=options.experts, max_requests=len(prompts),
         max_context=lengths[-1] + options.new_tokens + 1,
     )  # fmt: skip
     with usage(), Engine(model, config) as engine:

@@ -41,6 +41,7 @@ def measure_matrix(
     model: Any,
     device: torch.device,
     attention: str,
+    experts: str,
     arms: Sequence[str],
     rungs: Mapping[str, Sequence[int]],
     context: int,
@@ -54,7 +55,7 @@ def measure_matrix(
         builds = []
         for name in arms:
             begun = time.perf_counter()
-            engines[name] = stack.enter_context(Engine(model, _config(device, attention, name, rungs, context)))
+            engines[name] = stack.enter_context(Engine(model, _config(device, attention, experts, name, rungs, context)))
             builds.append(_build(name, engines[name]) | {"start_s": time.perf_counter() - begun})
         rows = []
         for phase, sizes in rungs.items():
@@ -65,14 +66,15 @@ def measure_matrix(
 
 
 def _config(
-    device: torch.device, attention: str, backend: str, rungs: Mapping[str, Sequence[int]], context: int
+    device: torch.device, attention: str, experts: str, backend: str, rungs: Mapping[str, Sequence[int]], context: int
 ) -> EngineConfig:
     requests, tokens = max(rungs["decode"]), max(rungs["prefill"])
     longest = max(context + 1, tokens) + 1
     pages = NUM_RESERVED_PAGES + max(requests * pages_for(context + 1), 2 * pages_for(longest))
     decode, prefill = (PhaseConfig(backend=backend, ladder=tuple(rungs[phase])) for phase in ("decode", "prefill"))
     return EngineConfig(
-        device=device, attention=attention, max_requests=requests, chunk_size=tokens, max_context=longest, num_pages=pages,
+        device=device, attention=attention, experts=experts,
+        max_requests=requests, chunk_size=tokens, max_context=longest, num_pages=pages,
         graphs=GraphConfig(decode=decode, prefill=prefill),
     )  # fmt: skip
 

@@ -34,6 +34,7 @@ def measure_padding(
     model: Any,
     device: torch.device,
     attention: str,
+    experts: str,
     tokens: Sequence[tuple[int, int]],
     slot_tokens: int,
     empty: Sequence[int],
@@ -48,7 +49,7 @@ def measure_padding(
     """
     longest = max(slot_tokens, *(rung for _, rung in tokens))
     config = EngineConfig(
-        device=device, attention=attention, chunk_size=longest, max_requests=min(NUM_SLOTS, longest),
+        device=device, attention=attention, experts=experts, chunk_size=longest, max_requests=min(NUM_SLOTS, longest),
         max_context=longest + PAGE_SIZE, num_pages=2 * pages_for(longest) + 2 * NUM_SLOTS + 8,
         graphs=GraphConfig(prefill=PhaseConfig(backend="full", ladder=(longest,)), decode="disabled", capture="manual"),
     )  # fmt: skip

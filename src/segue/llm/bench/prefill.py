@@ -34,7 +34,9 @@ def prefill_batch(tokens: int, requests: int = 1) -> HostBatch:
     return build_batch(rows)
 
 
-def prefill_engine(model: Any, device: torch.device, backend: str, lengths: Sequence[int], attention: str) -> Engine:
+def prefill_engine(
+    model: Any, device: torch.device, backend: str, lengths: Sequence[int], attention: str, experts: str = "auto"
+) -> Engine:
     graphs = GraphConfig(
         prefill=PhaseConfig(backend=backend, ladder=tuple(lengths)) if backend != "eager" else "disabled", decode="disabled"
     )
@@ -42,7 +44,7 @@ def prefill_engine(model: Any, device: torch.device, backend: str, lengths: Sequ
     return Engine(
         model,
         EngineConfig(
-            device=device, attention=attention, chunk_size=longest, max_requests=max(8, longest // 64),
+            device=device, attention=attention, experts=experts, chunk_size=longest, max_requests=max(8, longest // 64),
             max_context=longest + PAGE_SIZE, num_pages=2 * pages_for(longest) + 64, graphs=graphs,
         ),
     )  # fmt: skip
@@ -60,11 +62,12 @@ def measure_prefill(
     arms: Sequence[str],
     lengths: Sequence[int],
     attention: str = "auto",
+    experts: str = "auto",
     *,
     rounds: int = 7,
 ) -> dict[str, Any]:
     """Seconds of a step by length and arm; start-up seconds and bytes of each arm's graphs."""
-    engines = {name: prefill_engine(model, device, name, lengths, attention) for name in arms}
+    engines = {name: prefill_engine(model, device, name, lengths, attention, experts) for name in arms}
     found: dict[str, Any] = {"rows": [], "build": {name: _build(engine) for name, engine in engines.items()}}
     for tokens in lengths:
         host = prefill_batch(tokens)

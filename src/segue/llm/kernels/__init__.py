@@ -32,6 +32,11 @@ _SCHEMAS = {
     "linear_add": "(Tensor(a!) hidden, Tensor x, Tensor weight, Tensor? bias) -> ()",
     # logits[R, V] -> [2, R] int64: the likeliest token, the first of equals; whether its logit is finite
     "greedy": "(Tensor logits) -> Tensor",
+    # Pairs of a token and an expert, sorted by expert: order[S] int64 has their places (token * top_k + choice), ends[E]
+    # int32 where each expert's end. x[T, K], weight[E, 2F, K] -> activation(gate) * up [S, F], in sorted order
+    "experts_up": "(Tensor x, Tensor order, Tensor ends, Tensor weight, int top_k, str activation) -> Tensor",
+    # x[S, F] in sorted order, weight[E, N, F], scales[S] -> [S, N]: scaled, pairs in their own places, zero without expert
+    "experts_down": "(Tensor x, Tensor order, Tensor ends, Tensor weight, Tensor scales) -> Tensor",
     # qkv[T, (heads + 2 kv_heads) * D], cos and sin [T, D] -> q[T, heads, D]; K and V go to their slots of the cache
     "rotate_into": (
         "(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, bool adds_one, "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,18 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+def activation_of(module: Any, device: torch.device) -> str | None:
+    """The name of the activation that `act_fn` computes."""
+    function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    if function is None:
+        return None
+    x = torch.linspace(-3, 3, 13, dtype=torch.float32, device=device)
+    for name, candidate in ACTIVATIONS.items():
+        if torch.allclose(function(x), candidate(x), atol=1e-5):
+            return name
+    return None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool) -> torch.Tensor:
@@ -52,6 +65,34 @@ def linear_add(hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     largest, likeliest = logits.max(dim=-1)
     return torch.stack((likeliest, largest.isfinite().to(torch.int64)))
+
+
+def experts_up(
+    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, top_k: int, activation: str
+) -> torch.Tensor:
+    out = x.new_empty(order.shape[0], weight.shape[1] // 2)
+    for expert, start, end in _groups(ends):
+        out[start:end] = gated(F.linear(x[order[start:end] // top_k], weight[expert]), activation)
+    return out
+
+
+def experts_down(
+    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    out = x.new_zeros(order.shape[0], weight.shape[1])
+    for expert, start, end in _groups(ends):
+        places = order[start:end]
+        out[places] = F.linear(x[start:end], weight[expert]) * scales[places, None]
+    return out
+
+
+def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Each expert that has pairs, with where they begin and end. Reads them on the host: nothing for a CUDA graph."""
+    start = 0
+    for expert, end in enumerate(() if ends.is_meta else ends.tolist()):
+        if end > start:
+            yield expert, start, end
+        start = end
 
 
 def rotate_into(

@@ -9,12 +9,18 @@ import triton
 import triton.language as tl
 
 from segue.llm.kernels import reference
+from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
+from segue.llm.kernels.experts_triton import experts_down, experts_up
+
+__all__ = [
+    "experts_down", "experts_up", "gated", "greedy", "linear_add", "norm_linear", "norm_linear_gated", "rms_norm",
+    "rotate_into",
+]  # fmt: skip
 
 _HEADS_PER_PROGRAM = 8
 _GATED_BLOCK = 1024
 _LOGITS_BLOCK = 2048
 _ROWS, _COLUMNS = 4, 256  # of a weight, a program; of 19 settings the fastest over the four products of a layer (H200)
-_ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 @triton.jit
@@ -46,29 +52,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool) 
 
 
 @triton.jit
-def _tanh(x):
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
-
-
-@triton.jit
-def _activated(gate, ACTIVATION: tl.constexpr):
-    if ACTIVATION == 0:
-        result = gate * tl.sigmoid(gate)
-    elif ACTIVATION == 1:
-        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        result = 0.5 * gate * (1.0 + _tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
-    return result
-
-
-@triton.jit
 def _gated_kernel(x, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(x + row * 2 * size + at, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * size + size + at, mask=inside, other=0.0)
-    result = _activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    result = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * size + at, result.to(gate.dtype), mask=inside)
 
 
@@ -77,7 +67,7 @@ def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(size, _GATED_BLOCK), rows)
-    _gated_kernel[grid](x, out, size, ACTIVATION=_ACTIVATION_CODES[activation], BLOCK=_GATED_BLOCK, num_warps=4)
+    _gated_kernel[grid](x, out, size, ACTIVATION=ACTIVATION_CODES[activation], BLOCK=_GATED_BLOCK, num_warps=4)
     return out
 
 
@@ -208,7 +198,7 @@ def _row_product_kernel(
         if GATED:
             up += tl.load(bias + size + rows, mask=exists, other=0.0).to(tl.float32)
     if GATED:
-        gate = _activated(result.to(dtype).to(tl.float32), ACTIVATION)
+        gate = activated(result.to(dtype).to(tl.float32), ACTIVATION)
         result = gate.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
     if ADDS:
         result += tl.load(out + rows, mask=exists, other=0.0).to(tl.float32)
@@ -232,7 +222,7 @@ def _row_product(
     _row_product_kernel[(triton.cdiv(size, _ROWS),)](
         x, norm_weight, weight, weight if bias is None else bias, out, size, eps,
         K=weight.shape[1], NORM=0 if norm is None else 1 + adds_one, GATED=activation is not None, ADDS=adds,
-        HAS_BIAS=bias is not None, ACTIVATION=0 if activation is None else _ACTIVATION_CODES[activation],
+        HAS_BIAS=bias is not None, ACTIVATION=0 if activation is None else ACTIVATION_CODES[activation],
         BLOCK_N=_ROWS, BLOCK_K=_COLUMNS, STAGES=5, num_warps=2,
     )  # fmt: skip
     return out

@@ -1,0 +1,119 @@
+"""Which code multiplies the experts of a mixture, so that a CUDA graph can hold it.
+
+transformers has three ways, and none fits everywhere. Its loop over experts asks the device which experts were hit.
+`grouped_mm` is torch's grouped product: CUTLASS kernels for bfloat16 on compute capability 9 and 10, and for all else on
+CUDA a loop that copies the groups' ends to the host, which no graph can hold. `batched_mm` copies the weights of every pair
+of a token and an expert: right for a decode step, hopeless for a prefill. The fourth, `segue`, is ours: Triton kernels that
+find their expert on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from segue.errors import ConfigError
+from segue.llm.experts import experts_modules
+from segue.llm.kernels import has_triton
+from segue.llm.kernels.reference import activation_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EXPERTS = ("auto", "grouped_mm", "batched_mm", "segue")
+_GROUPED_CAPABILITIES = frozenset({9, 10})
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsChoice:
+    """An implementation by name. `asked` is what the configuration said, `why` one clause."""
+
+    name: str
+    asked: str
+    why: str
+
+    def explain(self) -> str:
+        """What start-up prints."""
+        arrow = self.name if self.asked == self.name else f"{self.asked} -> {self.name}"
+        return f"experts: {arrow} ({self.why})"
+
+
+def choose_experts(model: PreTrainedModel, asked: str, capability: tuple[int, int] | None) -> ExpertsChoice | None:
+    """Settles how the experts of `model` run, on a GPU of `capability` or on cpu (None), and sets it. None where the model
+    has no experts, or leaves no choice.
+
+    Raises ConfigError where there is none of that name, or it cannot run these experts.
+    """
+    if asked not in EXPERTS:
+        raise ConfigError(f"experts is {asked!r}; it must be one of {', '.join(EXPERTS)}")
+    modules = [module for module in experts_modules(model) if hasattr(module, "has_gate")]  # what transformers dispatches
+    if not modules:
+        return None
+    refusal = _refusal(modules)
+    if asked == "segue" and refusal is not None:
+        raise ConfigError(f"experts is 'segue', which cannot run these: {refusal}; choose another, or 'auto'")
+    choice = ExpertsChoice(asked, asked, "as asked")
+    if asked == "auto":
+        choice = _automatic(model.dtype, capability, refusal)
+    _register()
+    model.set_experts_implementation(choice.name)
+    if choice.name == "segue":
+        for module in modules:
+            module.segue_activation = activation_of(module, module.gate_up_proj.device)
+    return choice
+
+
+def _automatic(dtype: torch.dtype, capability: tuple[int, int] | None, refusal: str | None) -> ExpertsChoice:
+    if capability is None:
+        return ExpertsChoice("grouped_mm", "auto", "torch's grouped product")
+    if dtype is torch.bfloat16 and capability[0] in _GROUPED_CAPABILITIES:
+        return ExpertsChoice("grouped_mm", "auto", "torch's grouped product, which reads nothing on the host here")
+    kind = f"{dtype} on compute capability {capability[0]}.{capability[1]}".removeprefix("torch.")
+    why = f"torch's grouped product reads on the host with {kind}"
+    if refusal is not None:
+        return ExpertsChoice(
+            "batched_mm", "auto", f"{why}, and segue's cannot run these: {refusal}; large prefills are slow"
+        )
+    if not has_triton():
+        return ExpertsChoice("batched_mm", "auto", f"{why}, and triton is not installed; large prefills are slow")
+    return ExpertsChoice("segue", "auto", why)
+
+
+def _refusal(modules: Iterable[Any]) -> str | None:
+    """Why our kernels cannot run these experts, in one clause; None where they can."""
+    for module in modules:
+        if not module.has_gate or module.is_transposed or not module.is_concatenated or module.has_bias:
+            return "they have biases, no gate, or weights laid out in another way"
+        if getattr(module, "has_post_expert_norm", False) or type(module)._apply_gate.__name__ != "_default_apply_gate":
+            return "they do more between their products than an activation and a gate"
+        weights = (module.gate_up_proj, module.down_proj)
+        if not all(isinstance(weight, torch.Tensor) and weight.is_contiguous() for weight in weights):
+            return "their weights are not plain tensors"
+        if activation_of(module, weights[0].device) is None:
+            return "their activation is an unknown one"
+    return None
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register("segue", experts_forward)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' convention: ``[T, hidden]``, ``[T, k]``, ``[T, k]`` -> ``[T, hidden]``. Recordable. An index that is no
+    expert's adds nothing and costs nothing."""
+    top_k = top_k_index.shape[-1]
+    by_expert, order = top_k_index.reshape(-1).sort(stable=True)
+    every = torch.arange(self.num_experts, device=by_expert.device, dtype=by_expert.dtype)
+    ends = torch.searchsorted(by_expert, every, right=True, out_int32=True)
+    activation = self.segue_activation
+    up = torch.ops.segue.experts_up(hidden_states, order, ends, self.gate_up_proj, top_k, activation)
+    scales = top_k_weights.reshape(-1).to(hidden_states.dtype)
+    down: torch.Tensor = torch.ops.segue.experts_down(up, order, ends, self.down_proj, scales)
+    return down.view(-1, top_k, down.shape[-1]).sum(dim=1)

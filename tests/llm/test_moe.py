@@ -1,0 +1,158 @@
+"""Mixtures of experts: which code runs them, that graphs can hold it, and that our kernels compute the same."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+from segue import config as c
+from segue.graph import calling
+from segue.llm import Engine, EngineConfig, SamplingParams
+from segue.llm.kernels import reference
+from segue.llm.moe import choose_experts
+
+pytest.importorskip("transformers")
+from llm_support import assert_same_text, greedy, prompt_of, tiny_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FAMILIES = ("Qwen3Moe", "Mixtral", "Qwen2Moe", "Olmoe", "DeepseekV3")
+
+
+def engine_of(model: Any, decode: str, prefill: str, **changes: Any) -> Engine:
+    graphs = c.GraphConfig(
+        decode=c.PhaseConfig(backend=decode, ladder=(1, 4), max_padding=4.0),
+        prefill=c.PhaseConfig(backend=prefill, ladder=(48,), max_padding=48.0),
+        strict=True,
+    )
+    sizes = {"chunk_size": 48, "max_requests": 4, "max_context": 128} | changes
+    return Engine(model, EngineConfig(device="cpu", graphs=graphs, **sizes))
+
+
+@pytest.mark.parametrize("experts", ["segue", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("decode", "prefill"), [("full", "breakable"), ("breakable", "full")])
+def test_experts_in_graphs_write_the_text_of_transformers(family: str, experts: str, decode: str, prefill: str) -> None:
+    oracle, prompts = tiny_model(family), [prompt_of(n) for n in (3, 21, 45)]
+    with engine_of(tiny_model(family), decode, prefill, experts=experts) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12))
+        assert engine.stats()["experts"] == experts
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_same_text(oracle, prompt, output.token_ids, greedy(oracle, prompt, 12), f"{family} with {experts}")
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CHOICES = [
+    ("Qwen3Moe", BF16, (9, 0), "grouped_mm", "reads nothing on the host here"),
+    ("Mixtral", BF16, (10, 3), "grouped_mm", "reads nothing on the host here"),
+    ("Qwen3Moe", FP16, (9, 0), "segue", "reads on the host with float16 on compute capability 9.0"),
+    ("Mixtral", BF16, (8, 0), "segue", "reads on the host with bfloat16 on compute capability 8.0"),
+    ("GptOss", BF16, (8, 9), "batched_mm", "they have biases"),
+    ("Qwen3Moe", torch.float32, None, "grouped_mm", "torch's grouped product"),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "capability", "name", "why"), CHOICES)
+def test_the_choice_follows_what_torch_s_grouped_product_can(
+    family: str, dtype: torch.dtype, capability: tuple[int, int] | None, name: str, why: str
+) -> None:
+    """torch 2.11 to 2.13, `_grouped_mm_cuda`: CUTLASS for bfloat16 on capability 9 and 10, else ``offs.cpu()``."""
+    model = tiny_model(family).to(dtype)
+    choice = choose_experts(model, "auto", capability)
+    assert choice is not None and choice.name == name == model.config._experts_implementation and why in choice.why
+    assert choice.explain().startswith(f"experts: auto -> {name} (")
+    assert choose_experts(tiny_model("Llama"), "auto", capability) is None
+
+
+def test_what_cannot_run_experts_is_refused() -> None:
+    with pytest.raises(c.ConfigError, match="experts is 'fast'; it must be one of auto, grouped_mm"):
+        engine_of(tiny_model("Mixtral"), "full", "breakable", experts="fast")
+    with pytest.raises(c.ConfigError, match="experts is 'segue', which cannot run these: they have biases"):
+        engine_of(tiny_model("GptOss"), "full", "breakable", experts="segue")
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_nothing_depends_on_the_routing_but_in_the_loop_over_experts(family: str) -> None:
+    """On fake tensors, which hold no values: what asks for one, or makes a shape of one, raises."""
+    for name in ("segue", "grouped_mm", "batched_mm", "eager"):
+        model = tiny_model(family).to(BF16)
+        choose_experts(model, "segue", None)
+        model.set_experts_implementation(name)
+        block = model.model.layers[0].mlp
+        raises = pytest.raises(DynamicOutputShapeException) if name == "eager" else nullcontext()
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), raises:
+            assert block(torch.empty(1, 5, 32, dtype=BF16)).shape == (1, 5, 32)
+
+
+def test_pairs_without_an_expert_cost_nothing_and_spoil_nothing() -> None:
+    """Rows beyond the true count hold NaN, go to no expert, and come out as zeros."""
+    model = tiny_model("Qwen3Moe")
+    with engine_of(model, "full", "breakable", experts="segue") as engine:
+        experts = model.model.layers[0].mlp.experts
+        x, scales = torch.randn(6, 32), torch.rand(6, 2)
+        index = torch.tensor([[0, 3], [1, 2], [3, 1], [0, 1], [2, 2], [0, 0]])
+        expected = experts(x[:3], index[:3], scales[:3])
+        x[3:], scales[3:] = float("nan"), float("nan")
+        host = engine.decode.prepare(engine.decode.keys()[0])
+        host.batch.num_tokens.fill_(3)
+        with calling(host):
+            got = experts(x, index, scales)
+    assert torch.equal(got[:3], expected) and not got[3:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([BF16] if DEVICE == "cuda" else [])])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "inner"),
+    [(1, 4, 2, 32, 16), (5, 6, 2, 40, 24), (40, 3, 2, 64, 72), (130, 4, 2, 96, 40), (2, 16, 4, 16, 16), (9, 5, 1, 130, 33)],
+)
+def test_the_kernels_are_near_the_reference(
+    dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, inner: int
+) -> None:
+    """On a CPU by Triton's interpreter, which cannot multiply bfloat16."""
+    pytest.importorskip("triton")
+    from segue.llm.kernels import experts_triton as kernels
+
+    make = torch.Generator(DEVICE).manual_seed(tokens)
+
+    def rand(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=DEVICE, generator=make).to(dtype)
+
+    x, up, down = rand(tokens, hidden), rand(experts, 2 * inner, hidden) / 8, rand(experts, hidden, inner) / 8
+    scales = rand(tokens * top_k)
+    index = torch.rand(tokens, experts, device=DEVICE, generator=make).topk(top_k).indices
+    index[tokens // 2 + 1 :] = experts
+    by_expert, order = index.reshape(-1).sort()
+    ends = torch.searchsorted(by_expert, torch.arange(experts, device=DEVICE), right=True, out_int32=True)
+    close = {"atol": 1e-4, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 6e-2, "rtol": 3e-2}
+    real = int(ends[-1])
+    for activation in reference.ACTIVATIONS:
+        expected = reference.experts_up(x, order, ends, up, top_k, activation)
+        got = kernels.experts_up(x, order, ends, up, top_k, activation)
+        torch.testing.assert_close(got[:real], expected[:real], **close)
+    expected[real:] = float("nan")
+    got = kernels.experts_down(expected, order, ends, down, scales)
+    torch.testing.assert_close(got, reference.experts_down(expected, order, ends, down, scales), **close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["segue", "grouped_mm"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_on_a_gpu_experts_replay_bit_for_bit_in_every_mode(family: str, experts: str) -> None:
+    wide: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128, "head_dim": 64}
+    model = tiny_model(family, **wide, initializer_range=0.05).to("cuda", BF16)
+    prompts = [prompt_of(n) for n in (3, 21, 45)]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    texts = set()
+    for decode, prefill in (("full", "breakable"), ("breakable", "full")):
+        graphs = c.GraphConfig(decode=decode, prefill=prefill, strict=True)
+        config = EngineConfig(
+            device="cuda", experts=experts, graphs=graphs, max_requests=4, chunk_size=64, max_context=128, num_pages=64
+        )
+        with Engine(model, config) as engine, torch.inference_mode():
+            texts.add(tuple(o.token_ids for o in engine.generate(prompts, params)))
+            texts.add(tuple(o.token_ids for o in engine.generate(prompts, params)))
+            assert not any(reason for p in engine.stats()["phases"].values() for reason in p["eager"])
+    assert len(texts) == 1
