@@ -143,6 +143,7 @@ def test_the_text_is_that_of_transformers_with_prefill_as_one_graph(oracle: Orac
         check_replays(engine)
 
 
+@pytest.mark.slow
 def test_the_text_is_that_of_transformers_when_both_phases_are_compiled_pieces(oracle: Oracle, loaded: LoadedModel) -> None:
     with engine_of(loaded, "tc_piecewise", "tc_piecewise", decode_ladder=(3,), max_requests=3) as engine:
         run(engine, oracle, [oracle.cases[i] for i in (0, 9, 11)], 3, "tc_piecewise", num_tokens=8)
