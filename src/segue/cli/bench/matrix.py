@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
+    asked = {phase: sizes_of(getattr(options, phase), phase) for phase in ("decode", "prefill")}
+    if (options.context is not None and options.context < 1) or (options.calls is not None and options.calls < 1):
+        raise UsageError("--context and --calls must be at least 1")
     import_torch()
     from segue.llm.bench.matrix import ARMS, measure_matrix
     from segue.llm.config import torch_device
@@ -34,14 +37,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--arms is {options.arms!r}; choose from {', '.join(ARMS)}, with commas between")
     device = torch_device(options.device)
     decode, prefill, context, calls = _DEFAULTS[device.type]
-    rungs = {
-        "decode": sizes_of(options.decode or decode, "decode") or (1,),
-        "prefill": sizes_of(options.prefill or prefill, "prefill") or (1,),
-    }
+    defaults = {"decode": decode, "prefill": prefill}
+    rungs = {phase: sizes or sizes_of(defaults[phase], phase) or (1,) for phase, sizes in asked.items()}
     context = context if options.context is None else options.context
     calls = calls if options.calls is None else options.calls
-    if context < 1 or calls < 1:
-        raise UsageError("--context and --calls must be at least 1")
     with usage():
         model = make_model(options, device, max_context=max(4096, 2 * context, 2 * rungs["prefill"][-1]))
         result: dict[str, Any] = {"shape": options.shape, "machine": describe_machine(device)}

@@ -23,14 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
+    tokens, empty = options.tokens and _pairs(options.tokens), sizes_of(options.empty, "empty")
     import_torch()
     from segue.llm.bench.padding import NUM_SLOTS, measure_padding
     from segue.llm.config import torch_device
 
     device = torch_device(options.device)
     default_tokens, default_slot_tokens, default_empty, calls = _DEFAULTS[device.type]
-    tokens = _pairs(options.tokens or default_tokens)
-    empty = sizes_of(options.empty or default_empty, "empty") or (1,)
+    tokens = tokens or _pairs(default_tokens)
+    empty = empty or sizes_of(default_empty, "empty") or (1,)
     slot_tokens = default_slot_tokens if options.slot_tokens is None else options.slot_tokens
     if empty[-1] >= NUM_SLOTS or slot_tokens < NUM_SLOTS:
         raise UsageError(f"--empty must stay below {NUM_SLOTS} slots, and --slot-tokens be at least as many")
