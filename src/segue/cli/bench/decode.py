@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
     batches, context = asked or batches, options.context or context
     with usage():
         config = EngineConfig(
-            device=device, attention=options.attention, experts=options.experts, max_requests=batches[-1], max_context=context + 16,
+            device=device, attention=options.attention, experts=options.experts,
+            max_requests=batches[-1], max_context=context + 16,
             num_pages=NUM_RESERVED_PAGES + batches[-1] * pages_for(context + 2),
             graphs=GraphConfig(prefill="disabled", decode=PhaseConfig(backend="full", ladder=batches)),
         )  # fmt: skip
