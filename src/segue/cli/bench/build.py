@@ -14,13 +14,14 @@ from segue.cli.output import check_writable, import_torch, write_json
 from segue.cli.usage import usage
 from segue.observe.report import format_bytes, format_table
 
+_DEFAULTS = {"cuda": (2048, 256), "cpu": (64, 8)}
 HELP = "seconds and bytes of an engine's graphs at start-up"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--chunk-size", type=int, default=2048, metavar="N", help="the largest prefill (2048)")
-    parser.add_argument("--max-requests", type=int, default=256, metavar="N", help="the largest decode batch (256)")
+    parser.add_argument("--chunk-size", type=int, metavar="N", help="the largest prefill (2048 on cuda)")
+    parser.add_argument("--max-requests", type=int, metavar="N", help="the largest decode batch (256 on cuda)")
     parser.add_argument("--prefill", default="breakable", metavar="BACKEND", help="backend of prefill (breakable)")
     parser.add_argument("--sampling-graphs", default="", metavar="LIST", help="also decode graphs that sample: drawn,sorted")
 
@@ -34,15 +35,17 @@ def run(options: argparse.Namespace) -> int:
     from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
 
     device = torch_device(options.device)
+    chunk, most = _DEFAULTS[device.type]
+    chunk = chunk if options.chunk_size is None else options.chunk_size
+    most = most if options.max_requests is None else options.max_requests
     with usage():
         model = make_model(options, device)
     context = min(4096, model.config.get_text_config().max_position_embeddings)
     variants = tuple(filter(None, options.sampling_graphs.split(",")))
     with usage():
         config = EngineConfig(
-            device=device, attention=options.attention, experts=options.experts,
-            chunk_size=options.chunk_size, max_requests=options.max_requests,
-            max_context=context, num_pages=NUM_RESERVED_PAGES + 8 * pages_for(context) + options.max_requests,
+            device=device, attention=options.attention, experts=options.experts, chunk_size=chunk, max_requests=most,
+            max_context=context, num_pages=NUM_RESERVED_PAGES + 8 * pages_for(context) + most,
             graphs=GraphConfig(prefill=options.prefill), sampling_graphs=variants,
         )  # fmt: skip
     rows: list[dict[str, Any]] = []

@@ -15,24 +15,27 @@ from segue.cli.bench.common import (
     write_results,
 )
 from segue.cli.output import import_torch, note
-from segue.cli.usage import usage
+from segue.cli.usage import UsageError, usage
 from segue.observe.report import format_table
 from segue.observe.speed_plot import draw_decode
 
+_DEFAULTS = {"cuda": ((1, 8, 64, 256), 512), "cpu": ((1, 4), 64)}
 HELP = "a decode step by batch size, beside its matrix products alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--batches", default="1,8,64,256", metavar="LIST", help="requests of a step (1,8,64,256)")
-    parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens before each request's new one (512)")
+    parser.add_argument("--batches", metavar="LIST", help="requests of a step (1,8,64,256 on cuda)")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens before each request's new one (512 on cuda)")
     parser.add_argument("--compile", action="store_true", help="also torch.compile(mode='reduce-overhead'), at batch 1")
     add_png_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     check_results(options)
-    batches = sizes_of(options.batches, "batches") or (1,)
+    asked = sizes_of(options.batches, "batches")
+    if options.context is not None and options.context < 1:
+        raise UsageError("--context must be at least 1")
     import_torch()
     from segue.config import GraphConfig, PhaseConfig
     from segue.llm import Engine, EngineConfig
@@ -41,26 +44,25 @@ def run(options: argparse.Namespace) -> int:
     from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
 
     device = torch_device(options.device)
+    batches, context = _DEFAULTS[device.type]
+    batches, context = asked or batches, options.context or context
     with usage():
-        model = make_model(options, device, max_context=max(4096, options.context + 16))
+        config = EngineConfig(
+            device=device, attention=options.attention, experts=options.experts,
+            max_requests=batches[-1], max_context=context + 16,
+            num_pages=NUM_RESERVED_PAGES + batches[-1] * pages_for(context + 2),
+            graphs=GraphConfig(prefill="disabled", decode=PhaseConfig(backend="full", ladder=batches)),
+        )  # fmt: skip
+        model = make_model(options, device, max_context=max(4096, context + 16))
     result: dict[str, Any] = {"shape": options.shape, "machine": describe_machine(device)}
     if options.compile:
         note("torch.compile(mode='reduce-overhead') ...")
-        result["compiled"] = measure_compiled(model, device, options.context)
-    pages = NUM_RESERVED_PAGES + batches[-1] * pages_for(options.context + 2)
-    config = EngineConfig(
-        device=device, attention=options.attention, experts=options.experts,
-        max_requests=batches[-1], max_context=options.context + 16,
-        num_pages=pages, graphs=GraphConfig(prefill="disabled", decode=PhaseConfig(backend="full", ladder=batches)),
-    )  # fmt: skip
+        result["compiled"] = measure_compiled(model, device, context)
     with usage(), Engine(model, config) as engine:
         note(f"{engine.attention.explain()}; start-up of {len(batches)} rungs {_capture_s(engine):.2f} s")
-        result["rows"] = measure_decode(engine, batches, options.context)
+        result["rows"] = measure_decode(engine, batches, context)
         result["fusion"] = [] if engine.fusion is None else engine.fusion.lines()
-    print(
-        f"{options.shape}, {result['machine']['device']}, context {options.context}: "
-        "ms a decode step (fastest - slowest round)"
-    )
+    print(f"{options.shape}, {result['machine']['device']}, context {context}: ms a decode step (fastest - slowest round)")
     print(
         format_table(["batch", "kernels", "products", "replay", "/ products", "whole step", "eager"], _rows(result["rows"]))
     )

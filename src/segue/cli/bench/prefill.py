@@ -19,12 +19,13 @@ from segue.cli.usage import UsageError, usage
 from segue.observe.report import format_bytes, format_table
 from segue.observe.speed_plot import draw_prefill
 
+_LENGTHS = {"cuda": (4, 16, 64, 128, 512, 1024, 2048), "cpu": (4, 16, 64)}
 HELP = "a prefill by length, eager and in each kind of graph"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--lengths", default="4,16,64,128,512,1024,2048", metavar="LIST", help="tokens of the prompt")
+    parser.add_argument("--lengths", metavar="LIST", help="tokens of the prompt (4 to 2048 on cuda)")
     parser.add_argument(
         "--arms", default="eager,full,breakable", metavar="LIST", help="eager, full, breakable, tc_piecewise"
     )
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_results(options)
-    lengths = sizes_of(options.lengths, "lengths") or (4,)
+    asked = sizes_of(options.lengths, "lengths")
     arms = tuple(dict.fromkeys(options.arms.split(",")))
     import_torch()
     from segue.llm.bench.prefill import ARMS, measure_prefill
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if not arms or not set(arms) <= {"eager", *ARMS}:
         raise UsageError(f"--arms is {options.arms!r}; choose from eager, {', '.join(ARMS)}, with commas between")
     device = torch_device(options.device)
+    lengths = asked or _LENGTHS[device.type]
     with usage():
         model = make_model(options, device, max_context=max(4096, 2 * lengths[-1]))
         result: dict[str, Any] = {"shape": options.shape, "machine": describe_machine(device)}

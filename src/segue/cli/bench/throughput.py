@@ -19,22 +19,23 @@ from segue.cli.output import import_torch, note
 from segue.cli.usage import UsageError, usage
 from segue.observe.speed_plot import draw_throughput
 
+_DEFAULTS: dict[str, tuple[int, tuple[int, ...], int]] = {"cuda": (64, (64, 512), 128), "cpu": (4, (8, 32), 8)}
 HELP = "tokens a second of a whole job, beside its floor and transformers' continuous batching"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--prompts", type=int, default=64, metavar="N", help="how many prompts (64)")
-    parser.add_argument("--lengths", default="64,512", metavar="MIN,MAX", help="tokens of a prompt (64,512)")
-    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="new tokens of each (128)")
+    parser.add_argument("--prompts", type=int, metavar="N", help="how many prompts (64 on cuda)")
+    parser.add_argument("--lengths", metavar="MIN,MAX", help="tokens of a prompt (64,512 on cuda)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="new tokens of each (128 on cuda)")
     parser.add_argument("--transformers", action="store_true", help="also transformers' continuous batching (cuda)")
     add_png_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     check_results(options)
-    lengths = sizes_of(options.lengths, "lengths") or ()
-    if len(lengths) > 2 or options.prompts < 1 or options.new_tokens < 1:
+    asked = sizes_of(options.lengths, "lengths") or ()
+    if len(asked) > 2 or any(size is not None and size < 1 for size in (options.prompts, options.new_tokens)):
         raise UsageError("--lengths takes the shortest and the longest prompt; --prompts and --new-tokens at least 1")
     import_torch()
     from segue.llm import Engine, EngineConfig
@@ -42,26 +43,32 @@ def run(options: argparse.Namespace) -> int:
     from segue.llm.config import torch_device
 
     device = torch_device(options.device)
+    count, lengths, new_tokens = _DEFAULTS[device.type]
+    count, new_tokens = options.prompts or count, options.new_tokens or new_tokens
+    lengths = asked or lengths
     with usage():
+        config = EngineConfig(
+            device=device,
+            attention=options.attention,
+            experts=options.experts,
+            max_requests=count,
+            max_context=lengths[-1] + new_tokens + 1,
+        )
         model = make_model(options, device)
     vocabulary = model.config.get_text_config().vocab_size
-    prompts = make_prompts(options.prompts, lengths[0], lengths[-1], vocabulary)
+    prompts = make_prompts(count, lengths[0], lengths[-1], vocabulary)
     result: dict[str, Any] = {
         "shape": options.shape, "machine": describe_machine(device), "prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)), "new_tokens": options.new_tokens,
+        "prompt_tokens": sum(map(len, prompts)), "new_tokens": new_tokens,
     }  # fmt: skip
     if options.transformers:
         note("transformers' continuous batching ...")
-        result["transformers_s"] = measure_transformers(model, prompts, options.new_tokens)
-    config = EngineConfig(
-        device=device, attention=options.attention, experts=options.experts, max_requests=len(prompts),
-        max_context=lengths[-1] + options.new_tokens + 1,
-    )  # fmt: skip
+        result["transformers_s"] = measure_transformers(model, prompts, new_tokens)
     with usage(), Engine(model, config) as engine:
-        result["seconds"] = measure_engine(engine, prompts, options.new_tokens)
-        result["floor"] = floor_seconds(engine, prompts, options.new_tokens)
+        result["seconds"] = measure_engine(engine, prompts, new_tokens)
+        result["floor"] = floor_seconds(engine, prompts, new_tokens)
         result["phases"] = engine.stats()["phases"]
-    produced = len(prompts) * options.new_tokens
+    produced = len(prompts) * new_tokens
     seconds = statistics.median(result["seconds"])
     floor = result["floor"]["prompt_s"] + result["floor"]["decode_s"]
     print(f"{options.shape}, {result['machine']['device']}: {len(prompts)} prompts")
