@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 def graphs_of(decode: str = "full", prefill: str = "breakable", **settings: Any) -> c.GraphConfig:
     return c.GraphConfig(
         decode=c.PhaseConfig(backend=decode, ladder=(1, 2, 4)),
-        prefill=c.PhaseConfig(backend=prefill, ladder=(32,), max_padding=32.0),
+        prefill=c.PhaseConfig(backend=prefill, ladder=(32,), max_size=32, max_padding=32.0),
         **settings,
     )
 
@@ -372,7 +372,7 @@ def test_no_chat_template_and_a_template_that_refuses(smollm2_tokenizer: Any) ->
         ({"device": "nonsense"}, "nonsense"),
         ({"max_requests": 0}, "max_requests is 0"),
         ({"num_pages": 2}, "num_pages is 2"),
-        ({"max_context": 10**9, "num_pages": "auto"}, ""),
+        ({"max_context": 1 << 24, "num_pages": "auto"}, ""),
     ],
 )
 def test_settings_are_refused_by_name_or_bounded(changes: dict[str, Any], message: str) -> None:
