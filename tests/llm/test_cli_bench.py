@@ -134,6 +134,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int]] = {
     "--empty must stay below 32": (("padding", "--empty", "32"), 2),
     "--arms is 'fast'": (("matrix", "--arms", "fast"), 2),
     "--context and --calls": (("matrix", "--calls", "0"), 2),
+    "max_requests is 99999999; it must be": (("decode", "--batches", "1,99999999"), 2),
+    "max_requests is 999999999; it must be": (("throughput", "--prompts", "999999999"), 2),
+    "max_context is 1000000008; it must be": (("throughput", "--lengths", "1,999999999"), 2),
+    "--max-requests is 9999999; it must be": (("build", "--max-requests", "9999999"), 2),
 }
 
 
