@@ -330,3 +330,31 @@ def test_a_device_that_is_too_small_is_an_error_that_helps_or_a_smaller_ladder()
     with engine_of(model, graphs=graphs, **sizes, device=small) as engine:
         assert tokens(engine) == expected and len(shapes(engine.decode)) > 0
         assert set(engine.stats()["phases"]["decode"]["eager"]) <= {"capture_failed"}
+
+
+def _negated(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return -out
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("change", ["hook", "forward"])
+def test_a_module_that_is_changed_after_start_up_is_recorded_anew(fuse: bool, change: str) -> None:
+    changed, oracle = tiny_model(), tiny_model()
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+
+    def alter(model: Any) -> None:
+        if change == "hook":
+            model.model.norm.register_forward_hook(_negated)
+        else:
+            original = model.model.norm.forward
+            model.model.norm.forward = lambda x: -original(x)
+
+    with engine_of(changed, fuse=fuse) as engine:
+        before = engine.generate([prompt_of(9)], params)[0]
+        alter(changed)
+        got = engine.generate([prompt_of(9)], params)[0]
+        assert engine.stats()["recaptures"] == 1
+    alter(oracle)
+    with engine_of(oracle, fuse=False) as engine:
+        expected = engine.generate([prompt_of(9)], params)[0]
+    assert got.token_ids == expected.token_ids != before.token_ids

@@ -203,3 +203,77 @@ def test_a_shortcut_holds_for_its_modes_alone(new: Any) -> None:
     step.close()
     same(step(x, y), x @ y)
     assert eager_reasons(step)["disabled"] == 1 and step.report().replays == 0
+
+
+# -- what was not there at the recording --------------------------------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(self, "scale", 1)
+
+
+class Holder:
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def go(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x) * getattr(self, "scale", 1)
+
+    __call__ = go
+
+
+def times_five(x: torch.Tensor) -> torch.Tensor:
+    return x * 5
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 4), ("forward", times_five)])
+@pytest.mark.parametrize("inner", [False, True])
+def test_an_attribute_that_a_module_gets_later_is_noticed(name: str, value: Any, inner: bool, new: Any) -> None:
+    module = Scaled()
+    whole = torch.nn.Sequential(module) if inner else module
+    step = segue.graph(whole)
+    x = new(3)
+    for _ in range(4):
+        same(step(x), x)
+    setattr(module, name, value)
+    for _ in range(4):
+        same(step(x), whole(x))
+    delattr(module, name)
+    for _ in range(4):
+        same(step(x), x)
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+@pytest.mark.parametrize(("name", "value"), [("scale", 4), ("act", times_five)])
+def test_an_attribute_that_an_object_gets_later_is_noticed(name: str, value: Any, is_method: bool, new: Any) -> None:
+    holder = Holder()
+    step = segue.graph(holder.go if is_method else holder)
+    x = new(3)
+    for _ in range(4):
+        same(step(x), holder.go(x))
+    setattr(holder, name, value)
+    for _ in range(4):
+        same(step(x), holder.go(x))
+
+
+def test_a_dict_that_a_hook_fills_holds_what_eager_put_there(new: Any) -> None:
+    model, seen = torch.nn.Sequential(torch.nn.Linear(2, 2)).to(new(1).device), {}
+    model[0].register_forward_hook(lambda module, args, out: seen.__setitem__("out", out))
+    step = segue.graph(model)
+    for _ in range(5):
+        x = new(1, 2)
+        y = step(x)
+        same(seen["out"], y)
+        same(y, torch.nn.functional.linear(x, *model[0].parameters()))
+
+
+def test_a_nested_tensor_runs_eagerly_whatever_was_called_before(new: Any) -> None:
+    nested = torch.nested.nested_tensor([new(2), new(3)])
+    for first in (True, False):
+        step = segue.graph(lambda x: x + x)
+        for _ in range(3 * first):
+            step(new(3))
+        for mine, theirs in zip(step(nested).unbind(), nested.unbind(), strict=True):
+            same(mine, theirs + theirs)
+        assert step.explain(nested).reason is segue.Reason.UNHASHABLE_ARGUMENT

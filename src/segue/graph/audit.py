@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from segue._compat import Addresses, storage_handle
-from segue.graph.reach import Reach
+from segue.graph.reach import HOOKS, Reach
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _training = itemgetter("training")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _INDIFFERENT = frozenset(
@@ -65,6 +64,7 @@ class Audit:
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
         self._tensors = [t for t in tensors.values() if t.layout is torch.strided]
         self._addresses = Addresses(self._tensors)
+        self._spaces, self._sizes = reach.spaces, list(map(len, reach.spaces))
         hooks = [vars(m)[name] for m in reach.modules for name in HOOKS if name in vars(m)]
         hooks += global_hooks()
         self._without_hooks = [table for table in hooks if not table]
@@ -77,6 +77,7 @@ class Audit:
             return (
                 self._tables == self._snapshots
                 and self._addresses.hold()
+                and list(map(len, self._spaces)) == self._sizes  # an attribute that was not there: a `forward` of one's own
                 and not any(self._without_hooks)
                 and self._hooks == self._hook_snapshots
                 and (not self._keys or all(map(is_, map(getitem, self._containers, self._keys), self._values)))

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from segue.graph.audit import HOOKS, global_hooks
-from segue.graph.reach import Cell, Reach
+from segue.graph.audit import global_hooks
+from segue.graph.reach import HOOKS, Cell, Reach
 from segue.graph.tree import same_value
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -25,6 +25,7 @@ _MAX_LINKS = 200_000
 _MAX_ITEMS = 4096
 """longer containers hold data, not structure"""
 _TABLES = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _OPAQUE = (type, ModuleType, BuiltinFunctionType, CodeType, torch.dtype, torch.device)
@@ -66,6 +67,8 @@ class Reach:
         self.modules: list[torch.nn.Module] = []
         self.module_parents: list[int | None] = []
         self.links: list[Link] = []
+        self.spaces: list[dict[str, Any]] = []
+        """the attributes of each module, and of the callable's own object"""
         self._seen: set[int] = set()
         self._queue: deque[tuple[Any, int, int | None, str]] = deque([(root, 0, None, "")])
         while self._queue and len(self.links) < _MAX_LINKS:
@@ -108,17 +111,23 @@ class Reach:
         elif not type(value).__module__.startswith(_LIBRARIES):
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
+                if depth == 0:
+                    self.spaces.append(attributes)
                 self._visit_items(attributes, attributes, depth, parent, label or type(value).__name__)
             self._visit_class(type(value), depth, parent)
 
     def _visit_module(self, module: torch.nn.Module, depth: int, parent: int | None, label: str) -> None:
         self.modules.append(module)
+        self.spaces.append(vars(module))
         self.module_parents.append(parent)
         name = label or type(module).__name__
         own = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
         for child_name, child in module._modules.items():
             self._queue.append((child, 1, parent, f"{name}.{child_name}"))
         self._visit_items(vars(module), own, depth, parent, name)
+        for table in HOOKS:
+            for hook in vars(module).get(table, {}).values():
+                self._follow(hook, 1, parent, f"a hook of {name}")
         self._visit_class(type(module), depth, parent)
 
     def _visit_class(self, kind: type, depth: int, parent: int | None) -> None:

@@ -55,6 +55,9 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     for place, leaf in enumerate(leaves):
         kind = type(leaf)
         if kind in _TENSORS:
+            if leaf.is_nested:  # it has no one shape, and says so by ending the process
+                reason = Reason.UNHASHABLE_ARGUMENT
+                continue
             if leaf.is_contiguous():
                 parts.append((leaf.shape, leaf.dtype, False))
             elif leaf.layout is not torch.strided:

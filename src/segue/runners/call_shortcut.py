@@ -40,6 +40,8 @@ class Shortcuts:
 
     def find(self, args: tuple[Any, ...]) -> _Known | None:
         """What is known of a call that looks as `args` do, if it still has its recording."""
+        if any([isinstance(a, torch.Tensor) and a.is_nested for a in args]):
+            return None
         for known in self._known:
             if (
                 len(args) == len(known.extents)
