@@ -128,6 +128,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int]] = {
     "--ceilings is '3,x'": (("memory", "--ceilings", "3,x"), 2),
     "--arms is 'half'": (("prefill", "--arms", "half"), 2),
     "--lengths takes": (("throughput", "--lengths", "1,2,3"), 2),
+    "--transformers measures on cuda": (("throughput", "--device", "cpu", "--transformers"), 2),
     "no shape is called 'huge'": (("memory", "--shape", "huge"), 2),
     "at least 1": (("memory", "--chunk-size", "0"), 2),
     "--tokens is '16:9'": (("padding", "--tokens", "16:9"), 2),

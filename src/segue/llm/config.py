@@ -73,7 +73,7 @@ def settle_sizes(
     if is_cpu and config.memory_fraction != "auto":
         raise ConfigError(
             f"memory_fraction is {config.memory_fraction}; it bounds the memory of a CUDA device, and this engine runs on "
-            "cpu: set num_pages"
+            "cpu: leave it out, or set num_pages"
         )
     chunk = (256 if is_cpu else 2048) if config.chunk_size == "auto" else config.chunk_size
     requests = (8 if is_cpu else 256) if config.max_requests == "auto" else config.max_requests

@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
     from segue.llm.config import torch_device
 
     device = torch_device(options.device)
+    if options.transformers and device.type != "cuda":
+        raise UsageError(f"--transformers measures on cuda, and this runs on {device.type}: leave it out")
     count, lengths, new_tokens = _DEFAULTS[device.type]
     count, new_tokens = options.prompts or count, options.new_tokens or new_tokens
     lengths = asked or lengths
