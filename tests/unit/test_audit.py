@@ -277,3 +277,19 @@ def test_a_nested_tensor_runs_eagerly_whatever_was_called_before(new: Any) -> No
         for mine, theirs in zip(step(nested).unbind(), nested.unbind(), strict=True):
             same(mine, theirs + theirs)
         assert step.explain(nested).reason is segue.Reason.UNHASHABLE_ARGUMENT
+
+
+class Shifted(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self._buffers.get("shift", 0)
+
+
+def test_the_first_buffer_of_a_module_is_noticed(new: Any) -> None:
+    module = Shifted()
+    step = segue.graph(module)
+    x = new(3)
+    for _ in range(4):
+        same(step(x), x)
+    module.register_buffer("shift", torch.full((3,), 2.0, device=x.device))
+    for _ in range(4):
+        same(step(x), x + 2)

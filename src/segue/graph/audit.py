@@ -14,6 +14,7 @@ Not seen: `.data =` with the same memory in another layout, and tensors that `gr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import getitem, is_, itemgetter
 from typing import Any
 
@@ -35,14 +36,44 @@ _INDIFFERENT = frozenset(
 """modules that compute the same whether they train or not"""
 
 
+class Bindings:
+    """What modules hold and where `tensors` lie: tables of parameters, buffers, children and hooks, and each module's own
+    attributes by number, its own `forward` by identity. An empty table stays empty, one that holds something is compared."""
+
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], spaces: list[dict[str, Any]], tensors: list[torch.Tensor]
+    ) -> None:
+        """`spaces` are attributes of modules and other objects. Holds `tensors` alive."""
+        tables = [vars(m)[name] for m in modules for name in (*_TABLES, *HOOKS) if name in vars(m)]
+        self._tables = [table for table in tables if table]
+        self._snapshots = [dict(table) for table in self._tables]
+        self._empty = [table for table in tables if not table]
+        self._single = [
+            (t, k, v) for t in self._tables for k, v in t.items() if isinstance(v, torch.Tensor) and v.numel() == 1
+        ]
+        self._addresses = Addresses(tensors)
+        self._spaces, self._sizes = spaces, list(map(len, spaces))
+        self._replaced = [space for space in spaces if "forward" in space]
+        self._forwards = [space["forward"] for space in self._replaced]
+
+    def hold(self) -> bool:
+        """Whether everything is where it was. Raises, as `Audit.holds` says, where two tables cannot be compared."""
+        return (
+            self._tables == self._snapshots  # identical values are told at once; others end in an error, or differ
+            and self._addresses.hold()
+            and not any(self._empty)
+            and list(map(len, self._spaces)) == self._sizes
+            and [space["forward"] for space in self._replaced] == self._forwards
+            and all([table[name] is value for table, name, value in self._single])  # they compare to a plain truth value
+        )
+
+
 class Audit:
     """What was reached when a recording was made. `holds` is the check of every call; it changes nothing."""
 
     def __init__(self, reach: Reach, externals: dict[int, torch.Tensor]) -> None:
         """`externals` are the outside tensors that the recording reads, by storage handle."""
-        tables = [vars(m)[name] for m in reach.modules for name in _TABLES if vars(m)[name]]
-        self._tables = tables
-        self._snapshots = [dict(table) for table in tables]
+        tables = [vars(m)[name] for m in reach.modules for name in _TABLES]
         bound = [t for table in tables for t in table.values() if isinstance(t, torch.Tensor)]
         tensors = {id(t): t for t in bound if _is_read(t, externals)}
         flags = [vars(m) for m in reach.modules if type(m) not in _INDIFFERENT]
@@ -58,27 +89,19 @@ class Audit:
             elif link.is_near and not isinstance(link.value, (torch.Tensor, torch.nn.Module)):
                 wanted.update(reach.path(index))  # a function, a tuple of numbers, an enum: by identity
         links = [tuple(reach.links[i][:3]) for i in sorted(wanted)]
-        links += [(t, k, v) for t in tables for k, v in t.items() if isinstance(v, torch.Tensor) and v.numel() == 1]
         self._containers, self._keys, self._values = _columns(links)
         self._scalar_holders, self._scalar_keys, values = _columns([reach.links[i][:3] for i in scalars])
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
         self._tensors = [t for t in tensors.values() if t.layout is torch.strided]
-        self._addresses = Addresses(self._tensors)
-        self._spaces, self._sizes = reach.spaces, list(map(len, reach.spaces))
-        hooks = [vars(m)[name] for m in reach.modules for name in HOOKS if name in vars(m)]
-        hooks += global_hooks()
-        self._without_hooks = [table for table in hooks if not table]
-        self._hooks = [table for table in hooks if table]
+        self._bindings = Bindings(reach.modules, reach.spaces, self._tensors)
+        self._hooks = global_hooks()
         self._hook_snapshots = [dict(table) for table in self._hooks]
 
     def holds(self) -> bool:
         """Whether everything is where it was."""
         try:
             return (
-                self._tables == self._snapshots
-                and self._addresses.hold()
-                and list(map(len, self._spaces)) == self._sizes  # an attribute that was not there: a `forward` of one's own
-                and not any(self._without_hooks)
+                self._bindings.hold()
                 and self._hooks == self._hook_snapshots
                 and (not self._keys or all(map(is_, map(getitem, self._containers, self._keys), self._values)))
                 and (not self._scalars or self._are_scalars_equal())

@@ -10,56 +10,26 @@ capture, and whether a module has other hooks, or an attribute that was not ther
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from segue._compat import Addresses
-from segue.graph.reach import HOOKS
+from segue.graph.audit import Bindings
 
 
 class WeightAddresses:
     """Where a model's parameters and buffers were when this was made. Holds them alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        tables: list[dict[str, Any]] = []
-        for module in model.modules():
-            tables += [table for table in (module._parameters, module._buffers, module._modules) if table]
-        self._tables = tables
-        self._snapshots = [dict(table) for table in tables]
-        found = {id(t): t for table in tables for t in table.values() if isinstance(t, torch.Tensor)}
-        tensors = [t for t in found.values() if t.layout is torch.strided and t.numel()]
-        self._addresses = Addresses(tensors)
-        single = [(table, name) for table in tables for name, t in table.items() if _is_single(t)]
-        self._single = [(table, name, table[name]) for table, name in single]
-        self._spaces = [vars(module) for module in model.modules()]
-        self._sizes = list(map(len, self._spaces))
-        self._replaced = [space for space in self._spaces if "forward" in space]  # by fusion, or by the user
-        self._forwards = [space["forward"] for space in self._replaced]
-        hooks = [space[name] for space in self._spaces for name in HOOKS]
-        self._without_hooks = [table for table in hooks if not table]
-        self._hooks = [table for table in hooks if table]
-        self._hook_snapshots = [dict(table) for table in self._hooks]
+        modules = list(model.modules())
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided and t.numel()}
+        self._bindings = Bindings(modules, [vars(module) for module in modules], list(tensors.values()))
 
     def hold(self) -> bool:
         """Whether everything is where it was."""
         try:
-            return (
-                self._tables == self._snapshots  # identical values are told at once; others end in an error, or differ
-                and self._addresses.hold()
-                and list(map(len, self._spaces)) == self._sizes
-                and [space["forward"] for space in self._replaced] == self._forwards
-                and not any(self._without_hooks)
-                and self._hooks == self._hook_snapshots
-                and all([table[name] is value for table, name, value in self._single])
-            )
+            return self._bindings.hold()
         except (RuntimeError, LookupError, TypeError, ValueError):
             return False
-
-
-def _is_single(value: Any) -> bool:
-    """One element: two such tensors compare to a plain truth value."""
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def write_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
