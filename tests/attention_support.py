@@ -110,7 +110,9 @@ class Scene:
         return Step(batch, q, k, v, torch.cat(expected), (written[0][reserved:], written[1][reserved:]))
 
     def run(self, plan: Plan, step: Step) -> torch.Tensor:
-        return plan.run(step.q, step.k, step.v, self.spec, self.sinks)
+        """As a recording's break runs it: with memory for the result, which holds anything."""
+        out = torch.full((*step.q.shape[:2], self.form.value_dim), torch.nan, dtype=step.q.dtype, device=step.q.device)
+        return plan.run(step.q, step.k, step.v, self.spec, self.sinks, out)
 
     def check(self, out: torch.Tensor, step: Step) -> None:
         """The answer is right, padding is finite, and the cache holds the new rows and is otherwise as it was."""

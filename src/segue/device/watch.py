@@ -4,8 +4,8 @@
 decomposed first, so that grad, no_grad and inference mode give one stream. `HostReads` is a function mode for the cpu
 device, where `tolist`, `numpy`, `repr` and their like read tensor data without passing the dispatcher.
 
-`user_line` names the caller: the innermost frame that belongs neither to torch nor to this package. It walks frames
-with a dictionary of code objects already judged (about half a microsecond), so it can always be on.
+`user_line` names the caller: the innermost frame that belongs neither to Python's library, nor to torch, nor to this
+package. It walks frames with a dictionary of code objects already judged (half a microsecond), so it can always be on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -28,11 +29,13 @@ Location = tuple[CodeType, int]
 
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 _SEGUE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+_PACKAGES = ("site-packages", "dist-packages")
 _skip: dict[CodeType, bool] = {}
 
 
 def user_line() -> Location | None:
-    """Code object and line of the innermost frame outside torch and this package; format it with `describe_line`."""
+    """Code object and line of the innermost frame outside Python, torch and this package; format it with `describe_line`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -46,10 +49,12 @@ def user_line() -> Location | None:
 
 
 def is_library(filename: str) -> bool:
-    """torch and the recording machinery are not the user's; model code, ours included, is what a user wants to see."""
+    """Python, torch and the recording machinery are not the user's; model code, ours included, is what one wants to see."""
     if filename.startswith(_SEGUE):
         return not filename[len(_SEGUE) :].startswith(("llm", "diffusion"))
-    return filename.startswith(("<frozen", _TORCH)) or filename.endswith(("functools.py", "contextlib.py"))
+    if filename.startswith(_PYTHON):
+        return filename.startswith(_TORCH) or not filename[len(_PYTHON) :].startswith(_PACKAGES)
+    return filename.startswith(("<frozen", _TORCH))
 
 
 def describe_line(location: Location | None) -> str | None:

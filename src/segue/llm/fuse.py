@@ -96,9 +96,10 @@ class _NotingPlan:
         v: torch.Tensor | None,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.asked[spec.layer] = spec, sinks
-        return self._plan.run(q, k, v, spec, sinks)
+        return self._plan.run(q, k, v, spec, sinks, out)
 
 
 def fuse(model: nn.Module, facts: ModelFacts, max_positions: int) -> FusionReport:

@@ -39,10 +39,12 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one layer for the batch under way; its plan knows lengths and pages. Shapes as in `Plan.run`."""
+    """Attention of one layer for the batch under way; its plan knows lengths and pages. Shapes and `out` as in `Plan.run`:
+    a recording gives the memory that its next segment reads."""
     plan: Plan = current().batch.plan
-    return plan.run(q, k, v, LayerSpec(layer, scaling, window, softcap), sinks)
+    return plan.run(q, k, v, LayerSpec(layer, scaling, window, softcap), sinks, out)
 
 
 def register() -> None:

@@ -58,10 +58,12 @@ class Plan(Protocol):
         v: torch.Tensor | None,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``q[T, heads, dim]``, ``k[T, kv_heads, dim]``, ``v[T, kv_heads, value_dim]`` -> ``[T, heads, value_dim]``.
 
-        `k` and `v` are None where a fused model wrote them to the cache itself.
+        `k` and `v` are None where a fused model wrote them to the cache itself. A plan may write its result to `out` and
+        return that, which saves a copy, or leave it alone.
         """
         ...
 

@@ -86,6 +86,7 @@ class _Fa4Plan:
         v: torch.Tensor | None,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._bound is not None and self._slots is not None
         if k is not None and v is not None:

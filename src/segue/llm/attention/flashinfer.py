@@ -147,6 +147,7 @@ class _Plan:
         v: torch.Tensor | None,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._slots is not None and sinks is None
         if k is not None and v is not None:
@@ -155,7 +156,9 @@ class _Plan:
         if kind not in self._wrappers:
             self._make(kind)
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
-        return self._run(q, keys, values, self.cache.page_size, self._handles[kind])
+        out = q.new_empty(*q.shape[:2], values.shape[2]) if out is None else out
+        self._run(q, keys, values, out, self.cache.page_size, self._handles[kind])
+        return out
 
     def _make(self, kind: _Kind) -> None:
         if is_capturing():

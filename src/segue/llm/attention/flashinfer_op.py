@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 _LIBRARY = torch.library.Library("segue_flashinfer", "DEF")
-_LIBRARY.define("run(Tensor q, Tensor k_cache, Tensor v_cache, int page_size, int wrapper) -> Tensor")
+_LIBRARY.define("run(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out, int page_size, int wrapper) -> ()")
 _WRAPPERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -26,19 +26,20 @@ def register_wrapper(wrapper: Any) -> int:
     return number
 
 
-def _run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_size: int, wrapper: int) -> torch.Tensor:
+def _run(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, page_size: int, wrapper: int
+) -> None:
     """Rows that belong to no request come out as zeros."""
-    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[2])
+    out.zero_()
     pages = (k_cache.unflatten(0, (-1, page_size)), v_cache.unflatten(0, (-1, page_size)))
     _WRAPPERS[wrapper].run(q.contiguous(), pages, out=out)
-    return out
 
 
-def _shape_only(q: torch.Tensor, k_cache: Any, v_cache: torch.Tensor, *_: Any) -> torch.Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
+def _nothing(*_: Any) -> None:
+    """What the operation returns: its result is written."""
 
 
 _LIBRARY.impl("run", _run, "CUDA")
-_LIBRARY.impl("run", _shape_only, "Meta")
+_LIBRARY.impl("run", _nothing, "Meta")
 
-run_wrapper: Callable[..., torch.Tensor] = torch.ops.segue_flashinfer.run.default
+run_wrapper: Callable[..., None] = torch.ops.segue_flashinfer.run.default

@@ -60,11 +60,12 @@ class _LivePlan:
         v: torch.Tensor | None,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if k is not None and v is not None:
             self.cache.write(spec.layer, self._slots, k, v)
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
-        out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])
+        out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1]) if out is None else out.zero_()
         start = 0
         for rows, num_new, length in zip(self._rows, self._query_lens, self._seq_lens, strict=True):
             first = length - num_new
@@ -115,6 +116,7 @@ class _StaticPlan:
         v: torch.Tensor | None,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if k is not None and v is not None:
             self.cache.write(spec.layer, self._slots, k, v)

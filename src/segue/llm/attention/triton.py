@@ -92,12 +92,16 @@ class _TritonPlan:
         v: torch.Tensor | None,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._bound is not None
         table, lengths, slots, query_start, num_tokens = self._bound
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         window = self._ops.NO_WINDOW if spec.window is None else spec.window
+        out = q.new_empty(*q.shape[:2], values.shape[2]) if out is None else out
         common = (sinks, spec.scaling, spec.softcap or 0.0, window, self.cache.page_size)
         if self._is_decode:
-            return self._ops.decode(q, k, v, keys, values, table, lengths, slots, self._arrived, self._splits, *common)
-        return self._ops.extend(q, k, v, keys, values, table, lengths, slots, query_start, num_tokens, *common)
+            self._ops.decode(q, k, v, keys, values, out, table, lengths, slots, self._arrived, self._splits, *common)
+        else:
+            self._ops.extend(q, k, v, keys, values, out, table, lengths, slots, query_start, num_tokens, *common)
+        return out

@@ -32,11 +32,11 @@ EXTEND_KEYS_BYTES = 16 << 10
 EXTEND_ROWS_BYTES = 32 << 10  # of Q in one tile: with the keys, below the 99 KiB of shared memory of the smaller GPUs
 
 _LIBRARY = torch.library.Library("segue_triton", "DEF")
-_NEW = "Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache"
+_NEW = "Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) out"
 _BATCH = "Tensor table, Tensor lengths, Tensor slots"
 _SPEC = "Tensor? sinks, float scale, float softcap, int window, int page_size"
-_LIBRARY.define(f"decode({_NEW}, {_BATCH}, Tensor(c!) arrived, int splits, {_SPEC}) -> Tensor")
-_LIBRARY.define(f"extend({_NEW}, {_BATCH}, Tensor query_start, Tensor num_tokens, {_SPEC}) -> Tensor")
+_LIBRARY.define(f"decode({_NEW}, {_BATCH}, Tensor(d!) arrived, int splits, {_SPEC}) -> ()")
+_LIBRARY.define(f"extend({_NEW}, {_BATCH}, Tensor query_start, Tensor num_tokens, {_SPEC}) -> ()")
 
 
 def num_splits(requests: int, kv_heads: int, device: torch.device) -> int:
@@ -50,6 +50,7 @@ def _decode(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    out: torch.Tensor,
     table: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor,
@@ -60,13 +61,12 @@ def _decode(
     softcap: float,
     window: int,
     page_size: int,
-) -> torch.Tensor:
+) -> None:
     q, has_new = _with_dense_rows(q), k is not None
     k, v = (q, q) if k is None or v is None else (_with_dense_rows(k), _with_dense_rows(v))
     requests, num_heads, dim = q.shape
     kv_heads, value_dim = v_cache.shape[1:]
     group = num_heads // kv_heads
-    out = q.new_empty(requests, num_heads, value_dim)
     sums = states = q.new_empty(0, dtype=torch.float32)
     if splits > 1:
         sums = q.new_empty(requests * kv_heads * splits * group * value_dim, dtype=torch.float32)
@@ -82,7 +82,6 @@ def _decode(
             MERGE_G=merge_g, MERGE_S=max(1, min(MAX_SPLITS, _MERGED_ELEMENTS // (merge_g * block_v))),
             HAS_NEW=has_new, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, STAGES=DECODE_STAGES, num_warps=2,
         )  # fmt: skip
-    return out
 
 
 def _extend(
@@ -91,6 +90,7 @@ def _extend(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    out: torch.Tensor,
     table: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor,
@@ -101,12 +101,11 @@ def _extend(
     softcap: float,
     window: int,
     page_size: int,
-) -> torch.Tensor:
+) -> None:
     q = _with_dense_rows(q)
     tokens, num_heads, dim = q.shape
     kv_heads, value_dim = v_cache.shape[1:]
     group, requests = num_heads // kv_heads, lengths.shape[0]
-    out = q.new_empty(tokens, num_heads, value_dim)
     block_g = triton.next_power_of_2(group)
     rows = _extend_rows(q, tokens * block_g, kv_heads)
     block_q = max(1, rows // block_g)
@@ -128,20 +127,19 @@ def _extend(
             HAS_WINDOW=window < NO_WINDOW, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
             STAGES=EXTEND_STAGES, num_warps=8 if block_q * block_g > 64 else 4,
         )  # fmt: skip
-    return out
 
 
-def _shape_only(q: torch.Tensor, k: Any, v: Any, k_cache: Any, v_cache: torch.Tensor, *_: Any) -> torch.Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
+def _nothing(*_: Any) -> None:
+    """What the operations return: their results are written."""
 
 
 _LIBRARY.impl("decode", _decode, "CompositeExplicitAutograd")
 _LIBRARY.impl("extend", _extend, "CompositeExplicitAutograd")
-_LIBRARY.impl("decode", _shape_only, "Meta")
-_LIBRARY.impl("extend", _shape_only, "Meta")
+_LIBRARY.impl("decode", _nothing, "Meta")
+_LIBRARY.impl("extend", _nothing, "Meta")
 
-decode: Callable[..., torch.Tensor] = torch.ops.segue_triton.decode.default
-extend: Callable[..., torch.Tensor] = torch.ops.segue_triton.extend.default
+decode: Callable[..., None] = torch.ops.segue_triton.decode.default
+extend: Callable[..., None] = torch.ops.segue_triton.extend.default
 
 
 def _scaled(scale: float, softcap: float) -> tuple[float, float]:
