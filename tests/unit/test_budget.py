@@ -144,8 +144,8 @@ def _check_survivors(runner: Runner[Toy], lives: list[Toy], expected: list[torch
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_eviction_gives_driver_memory_back() -> None:
-    """Large graphs, so that the driver's own granularity does not hide them."""
+def test_on_a_gpu_what_eviction_freed_is_there_for_the_next_graphs() -> None:
+    """The driver may keep it in the process. Large graphs, so that the driver's own granularity does not hide them."""
     lane = Lane(get_device("cuda"))
 
     class Deep(WideRunner):
@@ -163,6 +163,8 @@ def test_on_a_gpu_eviction_gives_driver_memory_back() -> None:
         freed = sum(map(runner.evict, runner.keys()))
         torch.cuda.synchronize()
         assert freed == said
-        assert before - lane.device.memory().driver_used >= said // 2, "the driver keeps some of it for the next graphs"
+        runner.capture(runner.keys())
+        assert len(captured(runner)) == 8
+        assert lane.device.memory().driver_used - before <= said // 8
     runner.close()
     lane.close()

@@ -32,14 +32,26 @@ def test_ours_takes_the_pool_once_and_executable_graphs_each() -> None:
     estimate = Estimate((sample,), pool_bytes=92 * MIB, static_bytes=5 * MIB, eager_peak_bytes=7 * MIB)
     assert estimate.graph_bytes == (92 + 42 * 3) * MIB and estimate.formula_bytes == (94 + 41 * 4) * MIB
     assert estimate.total_bytes == estimate.graph_bytes + 12 * MIB == estimate.to_dict()["total_bytes"]
+    assert sample.num_sampled == 3
     assert estimate.within(20 * MIB) == 32 * MIB and estimate.within(1 << 40) == estimate.total_bytes
 
 
 def test_a_family_captured_into_a_grown_pool_still_has_its_own_size_in_the_formula() -> None:
     row = GraphRecord(ShapeKey("decode", 8), "full", pool_bytes=0, peak_bytes=30 * MIB, driver_bytes=MIB)
-    assert family_sample("decode", [row], 3) == FamilySample("decode", 3, 31 * MIB, 0, float(MIB))
+    assert family_sample("decode", [row], 3) == FamilySample("decode", 3, 31 * MIB, 0, float(MIB), 0, 1)
     assert family_sample("decode", [row], 3).graph_bytes == 3 * MIB
     assert family_sample("decode", [], 3).num_graphs == 0
+
+
+@pytest.mark.parametrize(("back", "kept"), [(0, 12), (12, 0), (3, 9), (20, 0), (-5, 12)])
+def test_what_the_driver_keeps_of_closed_samples_it_gives_to_the_graphs(back: int, kept: int) -> None:
+    families = (FamilySample("prefill", 10, 0, 0, 3.0 * MIB, 50 * MIB, 3), FamilySample("decode", 4, 0, 0, 1.0 * MIB, 0, 3))
+    before = Estimate(families, pool_bytes=50 * MIB, static_bytes=0, eager_peak_bytes=0)
+    used = MemoryReading(900 * MIB, 1000 * MIB, 400 * MIB, 300 * MIB)
+    closed = MemoryReading((900 - 70 - back) * MIB, 1000 * MIB, 330 * MIB, 250 * MIB)  # the pool was 70 MiB
+    after = before.once_closed(used, closed)
+    assert after.driver_bytes == before.driver_bytes - kept * MIB == (34 - kept) * MIB
+    assert after.graph_bytes == sum(family.graph_bytes for family in after.families)
 
 
 def test_samples_are_the_two_largest_one_between_and_the_smallest() -> None:

@@ -128,7 +128,9 @@ class Lifecycle(ABC):
         runners: tuple[BatchRunner, ...] = ()
         try:
             runners = self._make_runners()[1:]
-            return sizing.measure(runners, self.sizes, self.facts.vocab_size, lane)
+            estimate = sizing.measure(runners, self.sizes, self.facts.vocab_size, lane)
+            self.device.flush()
+            before = self.device.memory()
         finally:
             for runner in runners:
                 runner.close()
@@ -137,6 +139,7 @@ class Lifecycle(ABC):
             self.cache.close()
             vars(self).update(kept)
             self.device.flush()
+        return estimate.once_closed(before, self.device.memory())
 
     def _open(self, sizes: Sizes) -> None:
         """Cache, runners, pages and scheduler of these sizes; nothing is recorded yet."""

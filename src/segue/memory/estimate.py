@@ -6,7 +6,8 @@ one number, the fall of free memory, so it multiplies what happened to fall toge
 
 *Ours* keeps apart what behaves differently. The pool is as large as its largest recordings make it, whatever their
 number: what the sampled recordings of all families, largest first, made of one pool. Executable graphs do add up: the
-mean of the sampled ones, times their number. Static plans and inputs are not estimated, but made, all of them, and read.
+mean of the sampled ones, times their number, less what the driver kept of the samples when they were closed: it gives
+that to the next graphs. Static plans and inputs are not estimated, but made, all of them, and read.
 
 Both stand beside the actual cost in the report. Nothing here captures; who samples is `llm.sizing`.
 """
@@ -14,9 +15,10 @@ Both stand beside the actual cost in the report. Nothing here captures; who samp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from segue.device import MemoryReading
 from segue.memory.ledger import Ledger
 from segue.observe.decision import GraphRecord
 from segue.observe.report import format_bytes
@@ -38,11 +40,19 @@ class FamilySample:
     """the mean of all samples"""
     pool_bytes: int = 0
     """what the samples made a pool grow by that families sampled before had already grown"""
+    num_sampled: int = 0
+    kept_bytes: int = 0
+    """what the driver still holds of the samples' executable graphs, for others"""
+
+    @property
+    def driver_growth(self) -> int:
+        """What the driver will take for the family's executable graphs beyond what it holds."""
+        return max(round(self.driver_bytes * self.num_graphs) - self.kept_bytes, 0)
 
     @property
     def graph_bytes(self) -> int:
         """What the family's graphs will add to the pool, and take of the driver."""
-        return self.pool_bytes + round(self.driver_bytes * self.num_graphs)
+        return self.pool_bytes + self.driver_growth
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class Estimate:
 
     @property
     def driver_bytes(self) -> int:
-        return round(sum(family.driver_bytes * family.num_graphs for family in self.families))
+        return sum(family.driver_growth for family in self.families)
 
     @property
     def graph_bytes(self) -> int:
@@ -78,6 +88,14 @@ class Estimate:
         """What must stay free where graphs are bounded by a budget."""
         graphs = self.graph_bytes if budget is None else min(self.graph_bytes, budget)
         return graphs + self.static_bytes + self.eager_peak_bytes
+
+    def once_closed(self, before: MemoryReading, after: MemoryReading) -> Estimate:
+        """The estimate after its samples and their pool are gone; readings from before and after that."""
+        given_back = (before.driver_used - after.driver_used) - (before.reserved - after.reserved)
+        sampled = sum(family.driver_bytes * family.num_sampled for family in self.families)
+        share = min(max(1 - given_back / sampled, 0.0), 1.0) if sampled else 0.0
+        families = [replace(f, kept_bytes=int(share * f.driver_bytes * f.num_sampled)) for f in self.families]
+        return replace(self, families=tuple(families))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -115,7 +133,8 @@ def family_sample(family: str, records: Sequence[GraphRecord], num_graphs: int) 
     first = max(records[0].pool_bytes, records[0].peak_bytes) + records[0].driver_bytes
     marginal = records[1].pool_bytes + records[1].driver_bytes if len(records) > 1 else 0
     driver_bytes = sum(r.driver_bytes for r in records) / len(records)
-    return FamilySample(family, num_graphs, first, marginal, driver_bytes, sum(r.pool_bytes for r in records))
+    pool_bytes = sum(r.pool_bytes for r in records)
+    return FamilySample(family, num_graphs, first, marginal, driver_bytes, pool_bytes, len(records))
 
 
 def sampled(count: int) -> list[int]:
