@@ -469,6 +469,11 @@ def test_json_may_go_to_a_device_that_stays_one(tmp_path: Path) -> None:
     assert json.loads(result.out[result.out.index("\n[") :])[0]["what"] == "python"
 
 
+def test_a_result_that_finds_no_room_names_its_file() -> None:
+    done = shell("SEGUE doctor --json /dev/full > /dev/null")
+    assert (done.returncode, done.stderr) == (1, "segue: /dev/full cannot be written: No space left on device\n")
+
+
 def test_the_demo_names_paris_and_every_step_is_a_replay(smollm2_folder: Path, tmp_path: Path) -> None:
     """The command of `make demo`, with a file beside it, in a process of its own."""
     file = tmp_path / "demo.json"

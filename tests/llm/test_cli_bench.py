@@ -136,7 +136,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int]] = {
     "--arms is 'fast'": (("matrix", "--arms", "fast"), 2),
     "--context and --calls": (("matrix", "--calls", "0"), 2),
     "max_requests is 99999999; it must be": (("decode", "--batches", "1,99999999"), 2),
-    "max_requests is 999999999; it must be": (("throughput", "--prompts", "999999999"), 2),
+    "--prompts and --new-tokens are at most 65,536": (("throughput", "--prompts", "999999999"), 2),
     "max_context is 1000000008; it must be": (("throughput", "--lengths", "1,999999999"), 2),
     "--max-requests is 9999999; it must be": (("build", "--max-requests", "9999999"), 2),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import inspect
 import pickle
@@ -140,6 +141,24 @@ def test_what_cannot_be_wrapped_or_asked_is_refused() -> None:
             segue.graph(lambda x: x, **options)
     with pytest.raises(TypeError):
         segue.graph(lambda x: x, speed=11)
+
+
+async def a_coroutine(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def a_generator(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield x + 1
+
+
+class Later(torch.nn.Module):
+    forward = a_coroutine
+
+
+@pytest.mark.parametrize("later", [a_coroutine, a_generator, functools.partial(a_generator), Later()])
+def test_what_runs_after_its_call_returned_is_refused(later: Any) -> None:
+    with pytest.raises(TypeError, match="runs after its call has returned"):
+        segue.graph(later)
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

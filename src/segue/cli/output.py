@@ -54,10 +54,21 @@ def write_json(file: str | None, value: Any) -> None:
     """Writes `value`, whole or not at all; nothing for None. What is no regular file (/dev/stdout) is written into.
 
     A new file gets the permissions that the umask leaves, one that was there keeps its own.
+
+    Raises:
+        OSError: it cannot be written; the error names the file. A reader that went away is a `BrokenPipeError`.
     """
     if file is None:
         return
-    path = Path(file)
+    try:
+        _write_json(Path(file), value)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(f"{file} cannot be written: {error.strerror or error}") from error
+
+
+def _write_json(path: Path, value: Any) -> None:
     if _is_special(path):
         with path.open("w") as out:
             _dump(value, out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -207,6 +208,9 @@ for _name, _value in vars(torch.nn.Module).items():
         setattr(GraphedModule, _name, _delegate(_name))
 
 
+_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
 def _row(entry: Entry) -> GraphRow | None:
     graph = entry.graph
     if graph is None:
@@ -220,13 +224,19 @@ def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     on functions and methods. See `Options` for what can be given.
 
     Raises:
-        TypeError, ConfigError: an option is unknown or invalid.
+        TypeError, ConfigError: an option is unknown or invalid; what is given is no plain callable.
     """
     checked = Options(**options)
     if function is None:
         return lambda f: graph(f, **options)
     if not callable(function):
         raise TypeError(f"segue.graph wraps callables, not {type(function).__name__}")
+    body = function.forward if isinstance(function, torch.nn.Module) else function
+    if any(runs_later(body) for runs_later in _RUN_LATER):
+        raise TypeError(
+            f"{getattr(body, '__qualname__', body)} is a coroutine or a generator: its body runs after its call has returned; "
+            "give segue.graph the plain function that does the device work"
+        )
     kind = GraphedModule if isinstance(function, torch.nn.Module) else GraphedCallable
     return kind(function, checked)
 

@@ -20,6 +20,7 @@ from segue.cli.usage import UsageError, usage
 from segue.observe.speed_plot import draw_throughput
 
 _DEFAULTS: dict[str, tuple[int, tuple[int, ...], int]] = {"cuda": (64, (64, 512), 128), "cpu": (4, (8, 32), 8)}
+_MOST = 65_536
 HELP = "tokens a second of a whole job, beside its floor and transformers' continuous batching"
 
 
@@ -37,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
     asked = sizes_of(options.lengths, "lengths") or ()
     if len(asked) > 2 or any(size is not None and size < 1 for size in (options.prompts, options.new_tokens)):
         raise UsageError("--lengths takes the shortest and the longest prompt; --prompts and --new-tokens at least 1")
+    if max(options.prompts or 1, options.new_tokens or 1) > _MOST:
+        raise UsageError(f"--prompts and --new-tokens are at most {_MOST:,}")
     import_torch()
     from segue.llm import Engine, EngineConfig
     from segue.llm.bench.throughput import floor_seconds, make_prompts, measure_engine, measure_transformers
