@@ -234,8 +234,8 @@ def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     body = function.forward if isinstance(function, torch.nn.Module) else function
     if any(runs_later(body) for runs_later in _RUN_LATER):
         raise TypeError(
-            f"{getattr(body, '__qualname__', body)} is a coroutine or a generator: its body runs after its call has returned; "
-            "give segue.graph the plain function that does the device work"
+            f"{getattr(body, '__qualname__', body)} is a coroutine or generator, its body runs after its call has returned: "
+            "give segue.graph the function that does the device work"
         )
     kind = GraphedModule if isinstance(function, torch.nn.Module) else GraphedCallable
     return kind(function, checked)
