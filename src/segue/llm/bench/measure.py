@@ -10,6 +10,10 @@ from typing import NamedTuple
 import torch
 
 
+_LONGEST = 0.2
+"""seconds that the calls of one arm may take in a round"""
+
+
 class Sample(NamedTuple):
     """Seconds of one call: the median over rounds, the fastest and the slowest round, and how many rounds."""
 
@@ -25,20 +29,27 @@ class Sample(NamedTuple):
 def interleaved(
     arms: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int = 7, calls: int = 20, warmups: int = 3
 ) -> dict[str, Sample]:
-    """Seconds a call of each arm; a round times `calls` calls behind one another, with one wait at the end."""
-    for call in arms.values():
+    """Seconds a call of each arm; a round times `calls` calls behind one another, with one wait at the end. Of an arm that
+    would take longer than `_LONGEST` for them, fewer."""
+    counts: dict[str, int] = {}
+    for name, call in arms.items():
         for _ in range(warmups):
             call()
+        counts[name] = max(1, min(calls, int(_LONGEST / _seconds(call, device, 1))))
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, call in arms.items():
-            _wait(device)
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            _wait(device)
-            found[name].append((time.perf_counter() - start) / calls)
+            found[name].append(_seconds(call, device, counts[name]))
     return {name: Sample(statistics.median(all_), min(all_), max(all_), rounds) for name, all_ in found.items()}
+
+
+def _seconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _wait(device)
+    return (time.perf_counter() - start) / calls
 
 
 def _wait(device: torch.device) -> None:
