@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-
 _LONGEST = 0.2
 """seconds that the calls of one arm may take in a round"""
 
