@@ -127,7 +127,7 @@ class BatchRunner(Runner[HostBatch]):
         return self._load(host, key)
 
     def forward(self, key: ShapeKey) -> Forward:
-        batch = self._static_batch(key, dummy_batch(1, 1))
+        batch = self._bare_batch(key, dummy_batch(1, 1))  # attention takes the plan, and the host's view, of the live call
         return lambda: self._model(batch)
 
     def load(self, batch: HostBatch, decision: Decision) -> Call:
@@ -173,11 +173,15 @@ class BatchRunner(Runner[HostBatch]):
         fill_ids(self._inputs.view(key.tokens, slots)["input_ids"], host)
         return Call(batch=self._static_batch(key, host))
 
-    def _static_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
+    def _bare_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
+        """Static memory for `key`, without a plan."""
         assert self._inputs is not None
         views = self._inputs.view(key.tokens, self.slots(key.tokens))
         sampling = self._held_sampling(key, key.variant) if key.variant else None
-        batch = ForwardBatch(**{name: views[name] for name in BatchTensors._fields}, host=host, sampling=sampling)
+        return ForwardBatch(**{name: views[name] for name in BatchTensors._fields}, host=host, sampling=sampling)
+
+    def _static_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
+        batch = self._bare_batch(key, host)
         if self.backend.is_segmented:
             return batch.planned(self._attention.plan_live(batch, key))
         shape = replace(key, variant="")  # variants differ behind the attention
