@@ -1,4 +1,5 @@
-"""Every private torch or driver call the package makes, each with the versions it was read and tried on.
+"""Every private torch or driver call the package makes, and what it knows of where objects lie in memory, each with the
+versions it was read and tried on.
 
 Nothing else in the package touches `torch._C` or the CUDA driver library, so a new torch release is checked here and
 nowhere else. Functions are thin: no policy, no state beyond the cached driver handle.
@@ -24,6 +25,9 @@ from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11 - 2.13
 
 __all__ = ["TorchDispatchMode"]
+
+_HAS_CUDA = torch.backends.cuda.is_built()
+"""otherwise torch has stand-ins in the builtins' places"""
 
 
 # -- tensors and storages (2.11 - 2.13) -------------------------------------------------------------------------------
@@ -275,21 +279,35 @@ def _leaving_modes(kind: type | None) -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
 def is_observed() -> bool:
     """Whether somebody else's dispatch mode or functorch transform is active: a replay would pass it by."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
+    return _dispatch_modes() > 0 or _transforms() is not None
 
 
 def has_function_modes() -> bool:
     """Whether a function mode is active in this thread (`torch.device("cuda")` as a context is one)."""
-    return bool(torch._C._len_torch_function_stack())
+    return _function_modes() > 0
 
 
 def default_device() -> Any:
     """The device of tensors made without one; None where nobody changed it."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    return torch.get_default_device()
+    return torch.get_default_device() if _function_modes() else None
+
+
+# what torch's own functions of similar names answer with, without a Python frame: all are asked at each call
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+allows_flash: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+allows_memory_efficient: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+allows_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
+allows_cudnn: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+is_stream_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if _HAS_CUDA else bool
+"""whether the current CUDA stream is being captured"""
 
 
 def pytree_node(kind: type) -> tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[Any, Any], Any]] | None:
@@ -402,9 +420,8 @@ def set_stream_builtin() -> Any:
     return getattr(torch._C, "_cuda_setStream", None)
 
 
-def current_raw_stream(index: int) -> int:
-    """The driver's handle of a device's current stream; `torch.cuda.current_stream` makes an object, ten times slower."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
+current_raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _HAS_CUDA else int
+"""the driver's handle of a device's current stream; `torch.cuda.current_stream` makes an object, ten times slower"""
 
 
 # -- the CUDA driver --------------------------------------------------------------------------------------------------

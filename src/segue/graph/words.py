@@ -27,7 +27,7 @@ import torch
 
 from segue._compat import dict_tag, storage_handle, storage_weakref, tensor_at, tensor_handle, tensor_layout
 
-_TENSORS_FROM = 24
+_TENSORS_FROM = 12
 _DICTS_FROM = 16
 """fewer are asked one by one"""
 
@@ -50,53 +50,48 @@ class Watch:
         tags = [] if tag is None else [id(d) + tag for d in self._dicts]
         self._first = _Words(cells + tags) if cells or tags else None
         self._second = _Words(places) if places else None
-        self._num_cells = 8 * len(cells)
+        self._num_cell_bytes = 8 * len(cells)
         if self._second is not None and self._second.seen != _as_bytes(expected):
             self._first, self._second, self.sees_dicts, self.sees_tensors = None, None, False, False
 
     def hold(self, are_equal: Callable[[], bool]) -> bool:
         """Whether each tensor lies where it lay, and each dict holds what it held. The latter `are_equal` says, which is
         asked where a dict was changed, or may have been; what it raises is raised."""
-        first = self._first
-        if first is not None:
-            before = first.seen
-            if not first.hold():
-                now = first.copy()
-                if now[: self._num_cells] != before[: self._num_cells] or not are_equal():
-                    return False
-                first.seen = now
-            elif not self.sees_dicts and not are_equal():
+        first, second = self._first, self._second
+        if first is None:
+            return are_equal() and list(map(_data_ptr, self._tensors)) == self._addresses
+        before = first.seen
+        _gather(first.memory, 0, first.index, out=first.now)
+        if first.buffer != before:
+            now = bytes(first.buffer)
+            if now[: self._num_cell_bytes] != before[: self._num_cell_bytes] or not are_equal():
                 return False
-            if self._second is not None:
-                return self._second.hold()
-        elif not are_equal():
+            first.seen = now
+        elif not self.sees_dicts and not are_equal():
             return False
-        return list(map(_data_ptr, self._tensors)) == self._addresses
+        if second is None:
+            return list(map(_data_ptr, self._tensors)) == self._addresses
+        _gather(second.memory, 0, second.index, out=second.now)
+        return second.buffer == second.seen
 
 
 _data_ptr, _gather = torch.Tensor.data_ptr, torch.index_select
 
 
 class _Words:
-    """Machine words in this process's memory, and what was `seen` there when this was made."""
+    """Machine words in this process's memory, gathered into a `buffer`, and what was `seen` there when this was made."""
+
+    __slots__ = ("buffer", "index", "memory", "now", "seen")
 
     def __init__(self, places: list[int]) -> None:
         start, end = min(places), max(places) + 8
-        self._buffer = bytearray(8 * len(places))
+        self.buffer = bytearray(8 * len(places))
         with torch.inference_mode(False):
-            self._memory = tensor_at(start, end - start, torch.int64, torch.device("cpu"), ((end - start) // 8,), (1,))
-            self._index = torch.tensor([(p - start) // 8 for p in places], dtype=torch.int64, device="cpu")
-            self._now = torch.frombuffer(self._buffer, dtype=torch.int64)
-            _gather(self._memory, 0, self._index, out=self._now)
-        self.seen = bytes(self._buffer)
-
-    def hold(self) -> bool:
-        _gather(self._memory, 0, self._index, out=self._now)
-        return self._buffer == self.seen
-
-    def copy(self) -> bytes:
-        """What `hold` has read, or another thread since."""
-        return bytes(self._buffer)
+            self.memory = tensor_at(start, end - start, torch.int64, torch.device("cpu"), ((end - start) // 8,), (1,))
+            self.index = torch.tensor([(p - start) // 8 for p in places], dtype=torch.int64, device="cpu")
+            self.now = torch.frombuffer(self.buffer, dtype=torch.int64)
+            _gather(self.memory, 0, self.index, out=self.now)
+        self.seen = bytes(self.buffer)
 
 
 def _tensor_words(
