@@ -89,7 +89,7 @@ def main() -> None:
             site.lane.leave()
 
         parts: dict[str, Callable[[], Any]] = {
-            "a call that looks as an earlier one": lambda: step._dispatch.find(inputs, {}),
+            "a call that looks as an earlier one": lambda: step._dispatch.known(inputs, {}),
             "  of that, modes that select kernels": lambda: kernel_modes(device.type),
             "key of the arguments, where it does not": lambda: scan(inputs, {}, lambda: device),
             "looking the key up": lambda: entries.get(key),

@@ -1,4 +1,5 @@
-"""Every private torch or driver call the package makes, each with the versions it was read and tried on.
+"""Every private torch or driver call the package makes, and what it knows of where objects lie in memory, each with the
+versions it was read and tried on.
 
 Nothing else in the package touches `torch._C` or the CUDA driver library, so a new torch release is checked here and
 nowhere else. Functions are thin: no policy, no state beyond the cached driver handle.
@@ -12,8 +13,11 @@ import functools
 import inspect
 import os
 import sys
+import sysconfig
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +25,9 @@ from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11 - 2.13
 
 __all__ = ["TorchDispatchMode"]
+
+_HAS_CUDA = torch.backends.cuda.is_built()
+"""otherwise torch has stand-ins in the builtins' places"""
 
 
 # -- tensors and storages (2.11 - 2.13) -------------------------------------------------------------------------------
@@ -81,55 +88,16 @@ def tensor_at(
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, stride)
 
 
-class Addresses:
-    """Whether tensors still lie where they lay: asked before each replay, of some hundred parameters.
-
-    `data_ptr` costs 70 ns a tensor. So the words behind it are read at once, by one gather over the process's memory: first
-    which C++ tensor each Python object holds, and only if that is unchanged each tensor's storage and offset, and where each
-    storage lies. All that is read is there: the Python objects are held, a C++ tensor lives while its object holds it, and a
-    weak reference keeps a storage's own words (which say that it is gone), though not its memory.
-
-    Where those words stand is found on a tensor made for that, and tried out on every tensor given; where they are not as
-    expected (another build of Python or torch), `data_ptr` is asked.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._addresses = [t.data_ptr() for t in tensors]
-        self._storages = [storage_weakref(t) for t in tensors]
-        self._objects: _Words | None = None
-        self._words: _Words | None = None
-        layout = _layout() if len(tensors) >= _GATHER_FROM else None
-        if layout is not None:
-            self._gather(*layout)
-
-    def hold(self) -> bool:
-        if self._objects is None or self._words is None:
-            return list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-        return self._objects.hold() and self._words.hold()
-
-    def _gather(self, cell: int, storage: int, offset: int, data: int) -> None:
-        tensors = self._tensors
-        cells, stores = [t._cdata for t in tensors], [storage_handle(t) for t in tensors]
-        objects = _Words([id(t) + cell for t in tensors], cells)
-        if not objects.hold():
-            return
-        places = [c + storage for c in cells] + [c + offset for c in cells] + [s + data for s in stores]
-        starts = [t.untyped_storage().data_ptr() for t in tensors]
-        words = _Words(places, stores + [int(t.storage_offset()) for t in tensors] + starts)
-        if words.hold():
-            self._objects, self._words = objects, words
-
-
-_GATHER_FROM = 80
-"""fewer tensors are asked one by one"""
+def tensor_handle(tensor: torch.Tensor) -> int:
+    """Where the C++ tensor lies that the Python object holds now; `torch.utils.swap_tensors` gives it another one."""
+    return int(tensor._cdata)
 
 
 @functools.lru_cache(maxsize=1)
-def _layout() -> tuple[int, int, int, int] | None:
+def tensor_layout() -> tuple[int, int, int, int] | None:
     """At which byte a tensor's object holds its C++ tensor, that its storage and its offset, and a storage its address; None
     where they are not found, or objects move between threads (CPython without a GIL)."""
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    if not _has_gil():
         return None
     offset = 12_345
     with torch.inference_mode(False):
@@ -144,23 +112,16 @@ def _layout() -> tuple[int, int, int, int] | None:
     return None if None in found else found  # type: ignore[return-value]
 
 
+def _has_gil() -> bool:
+    return getattr(sys, "_is_gil_enabled", lambda: True)() and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
 def _find(start: int, nbytes: int, value: int) -> int | None:
-    words = (ctypes.c_int64 * (nbytes // 8)).from_address(start)
-    return next((8 * i for i, word in enumerate(words) if i and word == value), None)
+    return next((8 * i for i, word in enumerate(_words(start, nbytes)) if i and word == value), None)
 
 
-class _Words:
-    """Machine words in this process's memory, compared with what is expected there."""
-
-    def __init__(self, places: list[int], expected: list[int]) -> None:
-        start, end = min(places), max(places) + 8
-        with torch.inference_mode(False):
-            self._memory = tensor_at(start, end - start, torch.int64, torch.device("cpu"), ((end - start) // 8,), (1,))
-            self._index = torch.tensor([(p - start) // 8 for p in places], dtype=torch.int64, device="cpu")
-            self._expected = torch.tensor(expected, dtype=torch.int64, device="cpu")
-
-    def hold(self) -> bool:
-        return torch.equal(torch.index_select(self._memory, 0, self._index), self._expected)
+def _words(start: int, nbytes: int) -> list[int]:
+    return list((ctypes.c_int64 * (nbytes // 8)).from_address(start))
 
 
 def forbid_data_access(tensor: torch.Tensor) -> None:
@@ -179,6 +140,91 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
     check: Callable[..., bool] = guards.check
     return check
+
+
+# -- dicts (CPython 3.10 - 3.13) ---------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def dict_tag() -> int | None:
+    """At which byte a dict's object keeps its version (PEP 509): every change of the dict, made in whatever way, puts a
+    number there that no dict had before. For `dict` and `OrderedDict` themselves; a changed order alone is no change.
+
+    CPython 3.14 has it no more (PEP 699). It is found and tried out on dicts made for that; None where any change leaves it.
+    """
+    if sys.implementation.name != "cpython" or sys.version_info >= (3, 14) or not _has_gil():
+        return None
+    table = {"a": 0}
+    before = _words(id(table), dict.__basicsize__)
+    table["a"] = 1  # of as many items, at the same place
+    places = [8 * i for i, word in enumerate(_words(id(table), dict.__basicsize__)) if word != before[i]]
+    if len(places) != 1:
+        return None
+    tables: list[dict[Any, Any]] = [{}, OrderedDict()]
+    trials = [(table, _change(table)) for table in tables]
+    for kind in (_Few, _Many, torch.nn.Module):
+        store = FunctionType(_store.__code__.replace(), globals())  # its own caches, which learn of one kind of object
+        for _ in store(kind()):  # an object without a dict yet, as far as the interpreter has such
+            pass
+        item = kind()
+        trials.append((vars(item), store(item)))
+        trials.append((vars(item), _change(vars(item))))
+    return places[0] if all([_is_other_each_time(id(table) + places[0], changes) for table, changes in trials]) else None
+
+
+def _is_other_each_time(place: int, changes: Iterator[None]) -> bool:
+    word = ctypes.c_int64.from_address(place)
+    seen = {word.value}
+    for count, _ in enumerate(changes, 2):
+        seen.add(word.value)
+        if len(seen) != count:
+            return False
+    return True
+
+
+def _change(table: Any) -> Iterator[None]:
+    """Changes a table in one way after the other; it is empty at the end."""
+    for value in (1, 2, 1, 1.0):
+        table["a"] = value
+        yield
+    for change in (
+        lambda: table.update(b=1), lambda: table.update(b=2), lambda: table.update({"a": 3}),
+        lambda: table.setdefault("c", 1), lambda: table.__ior__({"c": 2}), lambda: table.pop("c"),
+        lambda: table.__delitem__("b"), table.popitem, lambda: table.__setitem__("d", 1), table.clear,
+        lambda: table.update({"a": 1, "b": 2}), table.clear,
+    ):  # fmt: skip
+        change()
+        yield
+
+
+def _store(item: Any) -> Iterator[None]:
+    """Changes an object's attributes often enough for the interpreter to have learnt how."""
+    for _ in range(200):
+        item.first = object()
+        yield
+    for _ in range(200):
+        item.late = object()
+        yield
+        del item.late
+        yield
+    for change in (setattr, object.__setattr__):
+        for value in (1, 2):
+            change(item, "first", value)
+            yield
+    delattr(item, "first")
+    yield
+
+
+class _Few:
+    def __init__(self) -> None:
+        self.first: Any = None
+
+
+class _Many:
+    def __init__(self) -> None:
+        self.first: Any = None
+        for number in range(40):
+            setattr(self, f"attribute_{number}", number)
 
 
 # -- dispatch (2.11 - 2.13) -------------------------------------------------------------------------------------------
@@ -233,21 +279,35 @@ def _leaving_modes(kind: type | None) -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
 def is_observed() -> bool:
     """Whether somebody else's dispatch mode or functorch transform is active: a replay would pass it by."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
+    return _dispatch_modes() > 0 or _transforms() is not None
 
 
 def has_function_modes() -> bool:
     """Whether a function mode is active in this thread (`torch.device("cuda")` as a context is one)."""
-    return bool(torch._C._len_torch_function_stack())
+    return _function_modes() > 0
 
 
 def default_device() -> Any:
     """The device of tensors made without one; None where nobody changed it."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    return torch.get_default_device()
+    return torch.get_default_device() if _function_modes() else None
+
+
+# what torch's own functions of similar names answer with, without a Python frame: all are asked at each call
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+allows_flash: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+allows_memory_efficient: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+allows_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
+allows_cudnn: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+is_stream_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if _HAS_CUDA else bool
+"""whether the current CUDA stream is being captured"""
 
 
 def pytree_node(kind: type) -> tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[Any, Any], Any]] | None:
@@ -360,9 +420,8 @@ def set_stream_builtin() -> Any:
     return getattr(torch._C, "_cuda_setStream", None)
 
 
-def current_raw_stream(index: int) -> int:
-    """The driver's handle of a device's current stream; `torch.cuda.current_stream` makes an object, ten times slower."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
+current_raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _HAS_CUDA else int
+"""the driver's handle of a device's current stream; `torch.cuda.current_stream` makes an object, ten times slower"""
 
 
 # -- the CUDA driver --------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class CudaDevice(Device):
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
+        self._index = index
 
     def open_pool(self, stream: Any) -> CudaPool:
         return CudaPool(self.device, stream)
@@ -75,7 +76,7 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.device)
 
     def stream_key(self) -> int:
-        return current_raw_stream(self.device.index)
+        return current_raw_stream(self._index)
 
     @contextlib.contextmanager
     def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:

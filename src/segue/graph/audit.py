@@ -4,10 +4,12 @@ A recording holds addresses. Copying *into* a weight simply works, but `load_sta
 a new Parameter, a merged LoRA put the weight elsewhere, and the recording, which keeps the old memory alive, would go on
 with old values. So every call compares what the callable reaches with what it reached at the capture.
 
-The hard part is the price: 300 parameters must cost some 15 microseconds. So the loops run in C: whole parameter tables
-compare as dicts (identical values are told by identity, at once), addresses by one gather (`_compat.Addresses`), that no
-hook was added by one `any`. Two tables whose values differ fall through to `Tensor.__eq__`, which raises or says
-something; both mean *changed*, except for tensors of one element, which are therefore compared by identity apart.
+The hard part is the price: 300 parameters must cost some 10 microseconds. So no loop runs in Python, and mostly nothing is
+compared at all: `graph.words` reads where all tensors lie, and of each table and each module's attributes whether anything
+changed them since, by two gathers. Where something did, or the interpreter does not say so, they are compared by loops of
+C's: whole tables as dicts (identical values are told by identity, at once), that no hook was added by one `any`. Two tables
+whose values differ fall through to `Tensor.__eq__`, which raises or says something; both mean *changed*, except for tensors
+of one element, which are therefore compared by identity apart.
 
 Not seen: `.data =` with the same memory in another layout, and tensors that `graph.reach` does not find.
 """
@@ -20,8 +22,9 @@ from typing import Any
 
 import torch
 
-from segue._compat import Addresses, storage_handle
+from segue._compat import storage_handle
 from segue.graph.reach import HOOKS, Reach
+from segue.graph.words import Watch
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _training = itemgetter("training")
@@ -37,47 +40,59 @@ _INDIFFERENT = frozenset(
 
 
 class Bindings:
-    """What modules hold and where `tensors` lie: tables of parameters, buffers, children and hooks, and each module's own
-    attributes by number, its own `forward` by identity. An empty table stays empty, one that holds something is compared."""
+    """What modules hold and where `tensors` lie: tables of parameters, buffers, children and hooks, the hooks of all
+    modules, each module's own attributes by number, its own `forward` by identity, and whether it trains where that counts.
+    An empty table stays empty, one that holds something is compared."""
 
     def __init__(
-        self, modules: Iterable[torch.nn.Module], spaces: list[dict[str, Any]], tensors: list[torch.Tensor]
+        self,
+        modules: Iterable[torch.nn.Module],
+        spaces: list[dict[str, Any]],
+        tensors: list[torch.Tensor],
+        trained: Iterable[torch.nn.Module] = (),
+        *,
+        at_once: bool = True,
     ) -> None:
-        """`spaces` are attributes of modules and other objects. Holds `tensors` alive."""
-        tables = [vars(m)[name] for m in modules for name in (*_TABLES, *HOOKS) if name in vars(m)]
+        """`spaces` are attributes of modules and other objects, `trained` modules that compute otherwise while they train.
+        Holds `tensors` alive. Without `at_once` everything is compared each time."""
+        tables = [vars(m)[name] for m in modules for name in (*_TABLES, *HOOKS) if name in vars(m)] + global_hooks()
+        self._flag_holders = [vars(m) for m in trained]
+        dicts = {id(d): d for d in (*tables, *spaces, *self._flag_holders)}
+        self._watch = Watch(tensors, list(dicts.values()), at_once=at_once)  # before what it spares is read
         self._tables = [table for table in tables if table]
         self._snapshots = [dict(table) for table in self._tables]
         self._empty = [table for table in tables if not table]
         self._single = [
             (t, k, v) for t in self._tables for k, v in t.items() if isinstance(v, torch.Tensor) and v.numel() == 1
         ]
-        self._addresses = Addresses(tensors)
         self._spaces, self._sizes = spaces, list(map(len, spaces))
         self._replaced = [space for space in spaces if "forward" in space]
         self._forwards = [space["forward"] for space in self._replaced]
+        self._flags = list(map(_training, self._flag_holders))
 
     def hold(self) -> bool:
         """Whether everything is where it was. Raises, as `Audit.holds` says, where two tables cannot be compared."""
+        return self._watch.hold(self._are_equal)
+
+    def _are_equal(self) -> bool:
         return (
             self._tables == self._snapshots  # identical values are told at once; others end in an error, or differ
-            and self._addresses.hold()
             and not any(self._empty)
             and list(map(len, self._spaces)) == self._sizes
             and [space["forward"] for space in self._replaced] == self._forwards
             and all([table[name] is value for table, name, value in self._single])  # they compare to a plain truth value
+            and list(map(_training, self._flag_holders)) == self._flags
         )
 
 
 class Audit:
     """What was reached when a recording was made. `holds` is the check of every call; it changes nothing."""
 
-    def __init__(self, reach: Reach, externals: dict[int, torch.Tensor]) -> None:
-        """`externals` are the outside tensors that the recording reads, by storage handle."""
+    def __init__(self, reach: Reach, externals: dict[int, torch.Tensor], *, at_once: bool = True) -> None:
+        """`externals` are the outside tensors that the recording reads, by storage handle; `at_once` as in `Bindings`."""
         tables = [vars(m)[name] for m in reach.modules for name in _TABLES]
         bound = [t for table in tables for t in table.values() if isinstance(t, torch.Tensor)]
         tensors = {id(t): t for t in bound if _is_read(t, externals)}
-        flags = [vars(m) for m in reach.modules if type(m) not in _INDIFFERENT]
-        self._flag_holders, self._flags = flags, [d["training"] for d in flags]
         wanted = {i for parent in reach.module_parents for i in reach.path(parent)}
         scalars = []
         for index, link in enumerate(reach.links):
@@ -93,19 +108,16 @@ class Audit:
         self._scalar_holders, self._scalar_keys, values = _columns([reach.links[i][:3] for i in scalars])
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
         self._tensors = [t for t in tensors.values() if t.layout is torch.strided]
-        self._bindings = Bindings(reach.modules, reach.spaces, self._tensors)
-        self._hooks = global_hooks()
-        self._hook_snapshots = [dict(table) for table in self._hooks]
+        trained = [m for m in reach.modules if type(m) not in _INDIFFERENT]
+        self._bindings = Bindings(reach.modules, reach.spaces, self._tensors, trained, at_once=at_once)
 
     def holds(self) -> bool:
         """Whether everything is where it was."""
         try:
             return (
                 self._bindings.hold()
-                and self._hooks == self._hook_snapshots
                 and (not self._keys or all(map(is_, map(getitem, self._containers, self._keys), self._values)))
                 and (not self._scalars or self._are_scalars_equal())
-                and list(map(_training, self._flag_holders)) == self._flags
             )
         except (RuntimeError, LookupError, TypeError, ValueError):  # an entry is gone, or two tensors could not be compared
             return False

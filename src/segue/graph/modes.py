@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from segue._compat import default_device
+from segue._compat import (
+    allows_cudnn,
+    allows_flash,
+    allows_math,
+    allows_memory_efficient,
+    default_device,
+    has_function_modes,
+    is_any_autocast_enabled,
+    is_deterministic,
+    matmul_precision,
+)
 
 
 class Autocast(NamedTuple):
@@ -42,26 +52,29 @@ def current_modes(device_type: str) -> Modes:
 def kernel_modes(device_type: str) -> tuple[Any, ...]:
     """What selects kernels and result types at a call, beside the arguments: part of a call's key."""
     return (
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-        device_type != "cpu" and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        _matmul_precision(),
-        _flash(),
-        _memory_efficient(),
-        _math(),
-        _cudnn(),
-        default_device(),
+        _is_inference(),
+        _is_grad_enabled(),
+        _autocast(device_type) if is_any_autocast_enabled() else None,
+        _default_dtype(),
+        is_deterministic(),
+        matmul_precision(),
+        allows_flash(),
+        allows_memory_efficient(),
+        allows_math(),
+        allows_cudnn(),
+        default_device() if has_function_modes() else None,
     )
 
 
-_matmul_precision = torch.get_float32_matmul_precision
-_flash = torch.backends.cuda.flash_sdp_enabled
-_memory_efficient = torch.backends.cuda.mem_efficient_sdp_enabled
-_math = torch.backends.cuda.math_sdp_enabled
-_cudnn = torch.backends.cuda.cudnn_sdp_enabled
+_is_inference, _is_grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
+_default_dtype = torch.get_default_dtype
+
+
+def _autocast(device_type: str) -> tuple[Any, ...] | None:
+    """Of the device and of the CPU; None where both are off."""
+    kinds = ("cpu",) if device_type == "cpu" else (device_type, "cpu")
+    found = tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds])
+    return found if any(found) else None
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 A recording holds addresses. Writing *into* a parameter simply works, and every recording goes on; a parameter that was
 bound anew (assigned, `.data =`, `.to`, `load_state_dict(assign=True)`) lies elsewhere, and recordings would go on with the
 old values. So each step compares the model's tables of parameters and buffers, and their addresses, with those of the
-capture, and whether a module has other hooks, or an attribute that was not there (a `forward` of its own): loops in C, some
-20 microseconds for 300 parameters.
+capture, and whether a module has other hooks, or an attribute that was not there (a `forward` of its own): some microseconds
+for 300 parameters (`graph.audit`).
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from typing import Any
 from segue.device import Device, Pool
 from segue.errors import ReplayError
 
+_this_thread = threading.get_ident
+
 
 class Lane:
     """Owns its pools and its stream until `close`, after which its recordings must not be replayed. Thread-safe."""
@@ -58,7 +60,7 @@ class Lane:
         Raises:
             ReplayError: this thread is already inside this lane.
         """
-        me = threading.get_ident()
+        me = _this_thread()
         if self._owner == me:
             raise ReplayError(
                 "a recording was captured or replayed inside another one of the same lane; give the inner callable a "
@@ -89,7 +91,7 @@ class Lane:
     @property
     def is_entered(self) -> bool:
         """Whether this thread holds the lane."""
-        return self._owner == threading.get_ident()
+        return self._owner == _this_thread()
 
     @contextmanager
     def capture_pass(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from segue._compat import is_observed
+from segue._compat import is_observed, is_stream_capturing
 from segue.backends import Backend, make_backend
 from segue.backends.base import RecordingBackend
 from segue.device import get_device
@@ -24,7 +24,7 @@ from segue.observe.decision import Reason
 from segue.runners.call_key import Scan, scan
 from segue.runners.call_options import Options
 from segue.runners.call_padding import Padded, Padding, padded_key, shape_key
-from segue.runners.call_shortcut import Shortcuts
+from segue.runners.call_shortcut import Known, Shortcuts
 from segue.runners.call_store import CallStore, Entry
 
 plainly_because: ContextVar[Reason | None] = ContextVar("segue_calls_run_plainly_because", default=None)
@@ -78,7 +78,16 @@ class CallDispatch:
         self.is_closed = False
         self._padding = Padding(options.pad, function) if options.pad else None
         self._shortcuts = Shortcuts()
+        self._has_shortcuts = self._padding is None and options.backend != "disabled"
         self._lock = threading.Lock()
+
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        """Where a call belongs that looks as an earlier one and has a recording, so that nothing needs taking apart: what
+        `find` would say, sooner. None where that must be asked."""
+        if kwargs or not args or not self._has_shortcuts or self.is_closed or plainly_because.get() is not None:
+            return None
+        known = self._shortcuts.find(args)
+        return None if known is None or is_observed() or _is_being_captured(known.device_type) else known
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         """Where a call belongs, or why it must run eagerly. Runs and counts nothing; a new key gets its entry."""
@@ -87,11 +96,6 @@ class CallDispatch:
             return Found(None, None, None, None, why)
         if self.is_closed or self.options.backend == "disabled":
             return _eagerly(Reason.DISABLED, "step.close() was called" if self.is_closed else "")
-        if self._padding is None and args and not kwargs:
-            known = self._shortcuts.find(args)
-            if known is not None and not is_observed() and not _is_being_captured(known.device_type):
-                call = Scan(known.key, None, args, list(args), known.places, len(args))
-                return Found(call, None, known.site, known.entry)
         call = scan(args, kwargs, self._home)
         if call.reason is not None:
             return _eagerly(call.reason)
@@ -165,4 +169,4 @@ def _eagerly(reason: Reason, detail: str = "") -> Found:
 
 
 def _is_being_captured(device_type: str) -> bool:
-    return device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device_type == "cuda" and is_stream_capturing()

@@ -26,6 +26,8 @@ from segue.observe.decision import GraphRecord, Reason
 from segue.runners.call_key import Scan, dense_strides, extent, static_strides
 from segue.runners.call_padding import Padded
 
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
 
 class StaticCall:
     """Buffers for the tensors of one key. Owns them; normal tensors, whatever the caller's modes are."""
@@ -50,6 +52,8 @@ class StaticCall:
         self.buffers = [made[first] for first in self.firsts]
         self._pads = [] if padded is None else [(i, *padded.fills[i]) for i in self.distinct if padded.shapes[i] is not None]
         self._groups = self._group([self.buffers[i] for i in self.distinct])
+        is_whole = not self._pads and [places for _, places in self._groups] == [list(range(len(scan.tensors)))]
+        self._whole = self.buffers if is_whole else None
         self._by_size: dict[Any, Any] = {}
         self.args, self.kwargs = self._arguments()
         self._leaves = None
@@ -62,8 +66,11 @@ class StaticCall:
     def nbytes(self) -> int:
         return sum(self.buffers[i].nbytes for i in self.distinct)
 
-    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+    def load(self, tensors: Tensors) -> None:
         """Copies a live call in; rows beyond the live ones get their filling."""
+        if self._whole is not None:
+            torch._foreach_copy_(self._whole, tensors)
+            return
         groups = self._groups
         if self._pads:
             sizes = tuple([tensors[i].shape[dim] for i, dim, _ in self._pads])
@@ -138,6 +145,9 @@ class CallGraph:
         self._replay = graph.replay
         self._watched = self._ranges(outside)
         self._exact = self.outputs.needs_strides
+        overlaps = static.overlaps and bool(self.written or self.has_breaks)
+        self.answers_all = not (overlaps or self._exact or self._watched[0])
+        """whether no argument of its key needs a look by `cannot_answer`"""
 
     def _ranges(self, outside: dict[int, torch.Tensor]) -> tuple[list[int], list[int]]:
         """Memory of outside tensors that an argument must not be part of."""
@@ -167,7 +177,7 @@ class CallGraph:
                     return Reason.ALIASED_INPUTS
         return None
 
-    def run(self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, tensors: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Loads, replays, and writes back. Hold the lane."""
         static = self.static
         static.load(tensors)

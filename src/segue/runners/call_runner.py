@@ -28,6 +28,7 @@ from segue.observe.decision import Reason
 from segue.runners.admission import CHANGED_CONTAINER, Admission, admit, keeps_arguments
 from segue.runners.background import Background
 from segue.runners.call_dispatch import CallDispatch, Site, plainly_because
+from segue.runners.call_graph import Tensors
 from segue.runners.call_key import Scan
 from segue.runners.call_padding import Padded, cut
 from segue.runners.call_store import Entry
@@ -66,7 +67,7 @@ class CallRunner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to one call."""
-        return self.gated(self._call, args, kwargs)
+        return self._call(args, kwargs) if self._background is None else self.gated(self._call, args, kwargs)
 
     def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain function."""
@@ -90,6 +91,13 @@ class CallRunner:
             self._background.stop()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = self.dispatch.known(args, kwargs)
+        if known is not None:
+            result = self._replay(known.site, known.entry, args, None, args, kwargs)
+            if type(result) is not _Apart:
+                return result
+            if result.reason is not None:
+                return self._plain(result.reason, "", args, kwargs)
         found = self.dispatch.find(args, kwargs)
         entry = found.entry
         if entry is None:
@@ -97,7 +105,7 @@ class CallRunner:
             return self._plain(found.reason, found.detail, args, kwargs)
         assert found.site is not None and found.scan is not None
         if entry.graph is not None:
-            result = self._replay(found.site, entry, found.scan, found.padded, args, kwargs)
+            result = self._replay(found.site, entry, found.scan.tensors, found.padded, args, kwargs)
             if type(result) is not _Apart:
                 return result
             if result.reason is not None:
@@ -105,10 +113,15 @@ class CallRunner:
         return self._cold(found.site, entry, found.scan, found.padded, args, kwargs)
 
     def _replay(
-        self, site: Site, entry: Entry, call: Scan, padded: Padded | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        site: Site,
+        entry: Entry,
+        tensors: Tensors,
+        padded: Padded | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """The replayed answer, or an `_Apart` where there is no recording (any more), or none that fits this call."""
-        tensors = call.tensors
         lane = site.lane
         lane.enter()
         token = None
@@ -122,7 +135,7 @@ class CallRunner:
                 return _Apart(None)
             if torch.is_grad_enabled() and not self.options.inference and graph.audit.requires_grad():
                 return _Apart(Reason.AUTOGRAD)
-            aliased = graph.cannot_answer(tensors)
+            aliased = None if graph.answers_all else graph.cannot_answer(tensors)
             if aliased is not None:
                 return _Apart(aliased)
             entry.recent += 1
@@ -142,7 +155,7 @@ class CallRunner:
                 site.readers.clear()
             if self._verify_every and not entry.unverified and self._is_due(entry):
                 token = plainly_because.set(Reason.CAPTURING)
-                return self._verified(site, entry, call, args, kwargs, cut_rows)
+                return self._verified(site, entry, tensors, args, kwargs, cut_rows)
             if graph.has_breaks:
                 token = plainly_because.set(Reason.CAPTURING)
             graph.run(tensors, args, kwargs)
@@ -269,10 +282,16 @@ class CallRunner:
             raise StrictModeError(f"{self.name}: {reason}: {admission.detail or _effects(admission)}")
 
     def _verified(
-        self, site: Site, entry: Entry, call: Scan, args: tuple[Any, ...], kwargs: dict[str, Any], cut_rows: Cut | None
+        self,
+        site: Site,
+        entry: Entry,
+        tensors: Tensors,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cut_rows: Cut | None,
     ) -> Any:
         assert entry.graph is not None
-        answer, difference = verify(entry.graph, call.tensors, args, kwargs, lambda: self.run(*args, **kwargs), cut_rows)
+        answer, difference = verify(entry.graph, tensors, args, kwargs, lambda: self.run(*args, **kwargs), cut_rows)
         entry.verified += 1
         if difference:
             site.store.drop(entry, Reason.MISMATCH)

@@ -9,7 +9,8 @@ plain positional tensors alone, that share no memory, in the same modes; all oth
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,34 +23,56 @@ _MOST = 4
 _EVERY = 64
 
 
-class _Known(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Known:
+    """A kind of call that was replayed. `apart` are the latest addresses of arguments that were found to share no memory."""
+
     look_alike: Callable[..., bool]
     extents: tuple[int, ...]
     device_type: str
-    key: Any
-    places: list[int]
+    modes: tuple[Any, ...]
     entry: Entry
     site: Any
+    apart: list[int]
+
+    def are_apart(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Whether no two share memory, of tensors that look alike."""
+        addresses = list(map(_data_ptr, tensors))
+        if addresses == self.apart:
+            return True
+        end = 0
+        for start, nbytes in sorted(zip(addresses, self.extents)):
+            if start < end and nbytes:
+                return False
+            end = start + nbytes
+        self.apart = addresses
+        return True
+
+
+_data_ptr, _Tensor = torch.Tensor.data_ptr, torch.Tensor
 
 
 class Shortcuts:
     """The latest few kinds of call. Lists are replaced, never changed, so that threads need no lock."""
 
     def __init__(self) -> None:
-        self._known: list[_Known] = []
+        self._known: list[Known] = []
 
-    def find(self, args: tuple[Any, ...]) -> _Known | None:
+    def find(self, args: tuple[Any, ...]) -> Known | None:
         """What is known of a call that looks as `args` do, if it still has its recording."""
-        if any([isinstance(a, torch.Tensor) and a.is_nested for a in args]):
+        if not self._known:
             return None
+        for arg in args:
+            if not isinstance(arg, _Tensor) or arg.is_nested:  # a nested one would end the process below
+                return None
         for known in self._known:
             if (
                 len(args) == len(known.extents)
                 and known.look_alike(*args)
                 and known.entry.graph is not None
-                and kernel_modes(known.device_type) == known.key[-1]
+                and kernel_modes(known.device_type) == known.modes
             ):
-                return known if len(args) == 1 or _are_apart(args, known.extents) else None
+                return known if len(args) == 1 or known.are_apart(args) else None
         return None
 
     def learn(self, scan: Scan, entry: Entry, site: Any) -> None:
@@ -57,23 +80,13 @@ class Shortcuts:
         64th, so that calls which never look alike do not pay for shortcuts."""
         if entry.replays % _EVERY:
             return
-        structure, _, alias, device, _ = scan.key
+        structure, _, alias, device, modes = scan.key
         if structure != len(scan.tensors) or alias is not None:
             return
         look_alike = tensor_check(scan.tensors)
         if look_alike is not None:
-            extents = tuple(map(extent, scan.tensors))
-            new = _Known(look_alike, extents, device.type, scan.key, scan.places, entry, site)
+            new = Known(look_alike, tuple(map(extent, scan.tensors)), device.type, modes, entry, site, [])
             self._known = [new, *[k for k in self._known if k.entry is not entry][: _MOST - 1]]
 
     def forget(self) -> None:
         self._known = []
-
-
-def _are_apart(tensors: tuple[torch.Tensor, ...], extents: tuple[int, ...]) -> bool:
-    end = 0
-    for start, nbytes in sorted(zip(map(torch.Tensor.data_ptr, tensors), extents)):
-        if start < end and nbytes:
-            return False
-        end = start + nbytes
-    return True

@@ -16,7 +16,7 @@ import torch
 from segue.graph.lease import Cut
 from segue.graph.state import generator_states, set_generator_states, whole_storage
 from segue.graph.tree import flatten, same_value
-from segue.runners.call_graph import CallGraph
+from segue.runners.call_graph import CallGraph, Tensors
 
 MAX_BYTES = 256 << 20
 
@@ -34,7 +34,7 @@ def unverifiable(graph: CallGraph) -> str:
 
 def verify(
     graph: CallGraph,
-    tensors: list[torch.Tensor],
+    tensors: Tensors,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     eager: Callable[[], Any],
