@@ -277,9 +277,12 @@ def test_a_dicts_version_is_found_where_the_interpreter_has_it() -> None:
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 def test_a_word_that_some_change_leaves_is_no_version(kind: Any) -> None:
+    tag = dict_tag()
+    if tag is None:
+        pytest.skip("this interpreter has no version that every change moves")
     for word in range(2, 6):
         table = kind()
-        assert _is_other_each_time(id(table) + 8 * word, _change(table)) == (8 * word == dict_tag())
+        assert _is_other_each_time(id(table) + 8 * word, _change(table)) == (8 * word == tag)
 
 
 # -- random changes -----------------------------------------------------------------------------------------------------
@@ -369,15 +372,17 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, DEPTH - 1), st
 @settings(max_examples=300, deadline=None)
 @given(steps=STEPS)
 def test_random_changes_are_seen_as_by_a_comparison_one_by_one(way: str, steps: list[tuple[str, int, bool]]) -> None:
+    """A swapped tensor that got its old memory back may count as changed: the C++ tensor is another one."""
     changed = Changed()
     audit = _audit(changed.model, way)
     exact = _audit(changed.model, "one by one")
+    is_strict = all(kind != "swap" for kind, _, _ in steps)
     try:
-        for kind, at, is_asked in steps:
+        for kind, at, is_asked in [*steps, ("nothing", 0, True)]:
             getattr(changed, kind)(at)
             if is_asked:
-                assert audit.holds() == exact.holds()
-        assert audit.holds() == exact.holds()
+                holds, is_right = audit.holds(), exact.holds()
+                assert holds == is_right if is_strict else holds <= is_right
     finally:
         for hook in changed.hooks:
             hook.remove()
