@@ -112,7 +112,7 @@ class Capture(Protocol):
 
 
 class Device(ABC):
-    """What can record and replay. Stateless apart from streams; safe to share between lanes and threads."""
+    """What can record and replay. Stateless apart from its streams; safe to share between lanes and threads."""
 
     kind: str
     device: torch.device
@@ -139,7 +139,13 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def new_stream(self) -> Any: ...
+    def take_stream(self) -> Any:
+        """A stream for one lane: one that was given back where there is one, and not one that is held now as long as torch
+        has another (see `device.streams`). Thread-safe."""
+
+    @abstractmethod
+    def give_stream_back(self, stream: Any) -> None:
+        """The stream may be taken again. Work that its next holder must wait for is ordered before it."""
 
     @abstractmethod
     def current_stream(self) -> Any: ...

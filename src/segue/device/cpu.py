@@ -13,6 +13,7 @@ on gets it again at the end, so no recording is built on a guess.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak
 from segue.device.cpu_pool import CpuPool, Mapped
 from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step
 from segue.device.operations import RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
+from segue.device.streams import NUM_STREAMS, StreamPool
 from segue.device.watch import HostReads, OperationMode, describe_line, error_line, user_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
@@ -43,6 +45,8 @@ class CpuDevice(Device):
     def __init__(self, capacity: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._mapped = Mapped(capacity)
+        numbers = itertools.cycle(range(NUM_STREAMS))  # in turn, as torch hands out CUDA's
+        self._streams = StreamPool(lambda: next(numbers))
 
     def open_pool(self, stream: Any = None) -> CpuPool:
         return CpuPool(self._mapped)
@@ -61,8 +65,11 @@ class CpuDevice(Device):
         with HostReads(session.refuse_read), _CaptureMode(session):
             yield session
 
-    def new_stream(self) -> None:
-        return None
+    def take_stream(self) -> int:
+        return self._streams.take()
+
+    def give_stream_back(self, stream: int) -> None:
+        self._streams.give_back(stream)
 
     def current_stream(self) -> None:
         return None

@@ -28,6 +28,7 @@ import torch
 from segue._compat import CaptureProbe, current_raw_stream, pool_snapshot, stop_routing_to_pool, without_modes
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, PoolState, ShapeMemo
 from segue.device.operations import Operation
+from segue.device.streams import StreamPool
 from segue.device.watch import OperationMode, describe_line, error_line, user_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
@@ -47,6 +48,7 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._index = index
+        self._streams = StreamPool(lambda: torch.cuda.Stream(self.device))
 
     def open_pool(self, stream: Any) -> CudaPool:
         return CudaPool(self.device, stream)
@@ -69,8 +71,11 @@ class CudaDevice(Device):
             finally:
                 session.abort()
 
-    def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+    def take_stream(self) -> torch.cuda.Stream:
+        return self._streams.take()
+
+    def give_stream_back(self, stream: torch.cuda.Stream) -> None:
+        self._streams.give_back(stream)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

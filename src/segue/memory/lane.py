@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,16 @@ _this_thread = threading.get_ident
 
 
 class Lane:
-    """Owns its pools and its stream until `close`, after which its recordings must not be replayed. Thread-safe."""
+    """Owns its pools and its stream until `close`, after which its recordings must not be replayed. Thread-safe.
+
+    The stream is its own as long as torch has one that no open lane holds (32 on a CUDA device). A lane beyond those shares
+    one, and so the workspaces of libraries: two such lanes must not replay at the same time on different streams. A lane
+    that is dropped without `close` gives its stream back as well, though without waiting for a replay under way.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.stream = device.new_stream()
+        self.stream = device.take_stream()
         self.generation = 0
         """counts captures and replays; a lease is valid for one generation"""
         self._pools: list[Pool] = []
@@ -37,6 +43,8 @@ class Lane:
         self._last_stream: Any = None
         self._last_key: int | None = None
         self._passes = 0
+        self._give_stream_back = weakref.finalize(self, device.give_stream_back, self.stream)
+        self._give_stream_back.atexit = False
 
     @property
     def pool(self) -> Pool:
@@ -126,5 +134,9 @@ class Lane:
         self._pools.clear()
 
     def close(self) -> None:
+        """Gives pools and stream back. A second call does nothing."""
         with self.exclusive():
             self.release()
+            if self._give_stream_back.alive:
+                self.device.order(self._last_stream, self.stream)  # a replay under way may use the stream's workspaces
+                self._give_stream_back()
