@@ -380,6 +380,33 @@ def test_raw_pointers_are_out_of_reach_on_the_cpu_device() -> None:
     assert torch.equal(replay(lane, record(lane, lambda: x * 2)), x * 2)
 
 
+def test_a_peak_says_what_was_live_and_what_was_taken_for_it(lane: Lane) -> None:
+    from segue.backends import make_backend
+    from segue.shapes.key import ShapeKey
+
+    mib, device, backend = 1 << 20, lane.device, make_backend("full", lane)
+
+    def forward() -> torch.Tensor:
+        wide = torch.ones(3 * mib // 4, device=device.device)
+        return wide.repeat(2).sum() + (wide * 2).sum()
+
+    expected = forward()
+    device.flush()
+    with device.measure_peak() as peak:
+        forward()
+    assert 9 * mib <= peak.nbytes < 10 * mib and peak.nbytes <= peak.held_bytes <= 24 * mib
+    with torch.no_grad(), lane.exclusive():
+        trace = backend.trace(forward)[1]
+        device.flush()
+        before = lane.pool.state().reserved_bytes
+        with device.measure_peak(lane.pool) as peak:
+            recorded = backend.record(ShapeKey("call", 1), forward, trace)
+        grown = lane.pool.state().reserved_bytes - before
+        assert 9 * mib <= peak.nbytes < 10 * mib and peak.nbytes <= grown == recorded.record.pool_bytes
+        assert grown <= peak.held_bytes <= grown + 4 * mib, "on CUDA the generator's own words may lie elsewhere"
+    assert torch.equal(replay(lane, recorded), expected)
+
+
 # -- streams of lanes --------------------------------------------------------------------------------------------------
 
 

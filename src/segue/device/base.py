@@ -65,6 +65,8 @@ class Peak:
     """What was allocated at most, above what there was at the beginning; known at the end of `Device.measure_peak`."""
 
     nbytes = 0
+    held_bytes = 0
+    """what the allocators took from the driver for that, and keep; `nbytes` where memory is not cached (cpu, eager)"""
 
 
 class DeviceGraph(Protocol):

@@ -100,13 +100,13 @@ class CpuDevice(Device):
         if pool is None:
             with AllocationWatch() as watch:
                 yield peak
-            peak.nbytes = watch.peak_bytes
+            peak.nbytes = peak.held_bytes = watch.peak_bytes
             return
-        before = pool.begin_peak()
+        before, reserved = pool.begin_peak(), pool.reserved_bytes
         try:
             yield peak
         finally:
-            peak.nbytes = pool.peak_bytes - before
+            peak.nbytes, peak.held_bytes = pool.peak_bytes - before, pool.reserved_bytes - reserved
 
 
 class CpuGraph:

@@ -128,15 +128,14 @@ class CudaDevice(Device):
     def measure_peak(self, pool: Any = None) -> Iterator[Peak]:
         peak = Peak()
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = self._allocated()["current"]
+        before = torch.cuda.memory_stats_as_nested_dict(self.device)
         try:
             yield peak
         finally:
-            peak.nbytes = self._allocated()["peak"] - before
-
-    def _allocated(self) -> dict[str, int]:
-        stats: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
-        return stats
+            after = torch.cuda.memory_stats_as_nested_dict(self.device)
+            peak.nbytes, peak.held_bytes = (
+                after[kind]["all"]["peak"] - before[kind]["all"]["current"] for kind in ("allocated_bytes", "reserved_bytes")
+            )
 
 
 @functools.lru_cache
