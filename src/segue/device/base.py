@@ -85,7 +85,20 @@ class Pool(Protocol):
 
     is_retired: bool
 
+    @property
+    def num_graphs(self) -> int:
+        """Segments that live in it."""
+        ...
+
     def state(self) -> PoolState: ...
+
+    def carve(self, nbytes: int) -> None:
+        """Reserves one piece of so many bytes, or a little more, and leaves it free: later blocks are cut from it.
+
+        Raises:
+            torch.OutOfMemoryError: there is no such piece.
+        """
+        ...
 
     def close(self) -> None: ...
 

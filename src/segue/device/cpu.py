@@ -115,8 +115,11 @@ class CpuGraph:
 
     instantiate_s = 0.0
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, steps: list[Step], pool: CpuPool) -> None:
         self._steps = steps
+        self._pool = pool
+        self._is_open = True
+        pool.num_graphs += 1
         self.nodes: int | None = len(steps)
 
     def replay(self) -> None:
@@ -126,6 +129,9 @@ class CpuGraph:
 
     def close(self) -> None:
         self._steps = []
+        if self._is_open:
+            self._is_open = False
+            self._pool.num_graphs -= 1
 
 
 class CpuCapture:
@@ -149,7 +155,7 @@ class CpuCapture:
         steps, self._steps = self._steps, None
         if self._refusal is not None:
             raise self._refusal
-        return CpuGraph(steps) if steps else None
+        return CpuGraph(steps, self._pool) if steps else None
 
     def abort(self) -> None:
         self._steps = None

@@ -78,6 +78,7 @@ class CpuPool:
 
     def __init__(self, mapped: Mapped | None = None) -> None:
         self.is_retired = False
+        self.num_graphs = 0
         self.peak_bytes = 0
         """bytes in use at most since `begin_peak`"""
         self.reserved_bytes = 0
@@ -98,6 +99,10 @@ class CpuPool:
         self._collect()
         segments = [(start, self._chunks[self._by_start[start]].numel()) for start in self._starts]
         return PoolState(segments, dict(self._live))
+
+    def carve(self, nbytes: int) -> None:
+        """Reserves one piece that later blocks are cut from."""
+        self._release(self._take(nbytes).address)
 
     def begin_peak(self) -> int:
         """Measures the peak anew, and returns the bytes in use now."""

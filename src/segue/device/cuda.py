@@ -25,7 +25,14 @@ from typing import Any
 
 import torch
 
-from segue._compat import CaptureProbe, current_raw_stream, pool_snapshot, stop_routing_to_pool, without_modes
+from segue._compat import (
+    CaptureProbe,
+    current_raw_stream,
+    pool_snapshot,
+    routing_to_pool,
+    stop_routing_to_pool,
+    without_modes,
+)
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, PoolState, ShapeMemo
 from segue.device.operations import Operation
 from segue.device.streams import StreamPool
@@ -172,10 +179,19 @@ class CudaPool:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device = device
+        self.stream = stream
         self.is_retired = False
         self.id: Any = torch.cuda.graph_pool_handle()
         self._anchor: torch.cuda.CUDAGraph | None = _tiny_graph(device, stream, self.id)
         self._num_graphs = 0
+
+    @property
+    def num_graphs(self) -> int:
+        return self._num_graphs
+
+    def carve(self, nbytes: int) -> None:
+        with torch.cuda.stream(self.stream), routing_to_pool(self.device.index, self.id):  # a block belongs to its stream
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def state(self) -> PoolState:
         segments: list[tuple[int, int]] = []

@@ -62,6 +62,11 @@ class Lane:
         with self._lock:
             return sum(pool.state().reserved_bytes for pool in self._pools)
 
+    @property
+    def num_graphs(self) -> int:
+        """Segments that live in its pools."""
+        return sum(pool.num_graphs for pool in self._pools)
+
     def enter(self) -> None:
         """Takes the lane for one capture or replay on the current stream; pair it with `leave`.
 

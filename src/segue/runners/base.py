@@ -22,12 +22,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from segue.backends import Backend, Forward
+from segue.backends import Backend, Forward, Replayable
 from segue.errors import CaptureError, CaptureOutOfMemory, StrictModeError
 from segue.graph import Call, CaptureGuard, Trace, calling
 from segue.memory.budget import Budget
 from segue.memory.shortage import shortage_text
 from segue.observe.decision import Decision, Decisions, GraphRecord, Reason
+from segue.runners.fitting import record_fitted
 from segue.runners.store import GraphStore
 from segue.shapes.key import Phase, ShapeKey
 
@@ -221,14 +222,20 @@ class Runner(ABC, Generic[B]):
 
     def _record(self, key: ShapeKey, trace: Trace, call: Call, loaded_bytes: int, report: CaptureReport) -> None:
         device = self.lane.device
-        try:
+
+        def record() -> Replayable:
             device.make_room()
             with calling(call), device.measure_peak(self.lane.pool) as peak:
                 graph = self.backend.record(key, self.forward(key), trace)
+            graph.record.peak_bytes = peak.nbytes
+            return graph
+
+        try:
+            graph = record_fitted(self.lane, record)
         except CaptureError as error:
             self._failed(key, error, report)
             return
-        graph.record.peak_bytes, graph.record.loaded_bytes = peak.nbytes, max(loaded_bytes, 0)
+        graph.record.loaded_bytes = max(loaded_bytes, 0)
         self.store.add(graph)
         if self.budget is not None and self.budget.is_exceeded:
             self.drop(key, Reason.OVER_BUDGET)
