@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from segue import GraphConfig
+from segue.config import PhaseConfig
 from segue.errors import ConfigError
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.bench.models import random_model
@@ -134,6 +135,24 @@ def test_text_is_the_same_within_a_budget(model: Any) -> None:
             assert [ids[0] for ids in got] == [ids[0] for ids in expected]
             if on_budget == "rebuild":
                 assert engine.ledger().budget_bytes <= whole // 2
+
+
+def test_eager_prefills_in_the_lent_pool_take_no_memory_beside_it(model: Any) -> None:
+    held, texts = [], []
+    for lend_pool in (False, True):
+        prefill = PhaseConfig(backend="breakable", max_size=128)
+        with engine_of(model, num_pages=500, graphs=GraphConfig(prefill=prefill, lend_pool=lend_pool)) as engine:
+            for _ in range(2):
+                texts.append(tokens(engine))
+            pool = engine.lane.reserved_bytes
+            engine.device.flush()
+            with engine.device.measure_peak() as peak:
+                texts.append(tokens(engine))
+            held.append(peak.held_bytes)
+            assert engine.stats()["phases"]["prefill"]["eager"]["no_rung"] >= 3
+            assert engine.lane.reserved_bytes == pool and engine.lane.borrowed_bytes == 0
+    assert all(text == texts[0] for text in texts)
+    assert held[1] <= 8 * MIB < held[0], held
 
 
 def bench_memory(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -51,6 +51,15 @@ def test_memory_by_ceiling_and_by_rung_on_cpu(tmp_path: Path, capsys: pytest.Cap
     assert mixed[0] >= peaks[0] and mixed[32] < 0.75 * mixed[0] and {r["mixed"] for r in result["decode"]} == {None}
 
 
+def test_eager_prefills_in_the_lent_pool_need_little_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "memory.json"
+    sizes = ("--chunk-size", "32", "--ceilings", "4,16", "--max-requests", "1")
+    assert bench("memory", "--shape", "tiny", "--device", "cpu", *sizes, "--lend", "--json", str(file)) == 0
+    result = json.loads(file.read_text())
+    peaks = {r["ceiling"]: r["peak"] for r in result["prefill"]}
+    assert result["lend"] and max(peaks[4], peaks[16]) < 0.5 * peaks[0]
+
+
 def seconds_of(rows: list[dict[str, Any]]) -> list[float]:
     return [sample["median"] for row in rows for sample in row["seconds"].values()]
 

@@ -154,6 +154,15 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def lend(self, pool: Pool) -> AbstractContextManager[Any]:
+        """Inside, what this thread allocates comes out of `pool`; its work runs eagerly, on the pool's stream. No capture of
+        that pool may be open."""
+
+    @abstractmethod
+    def make_workspaces(self) -> None:
+        """Makes what torch's matrix products keep for this thread on the current stream."""
+
+    @abstractmethod
     def take_stream(self) -> Any:
         """A stream for one lane: one that was given back where there is one, and not one that is held now as long as torch
         has another (see `device.streams`). Thread-safe."""

@@ -23,8 +23,9 @@ import torch
 
 from segue._compat import AllocationWatch, forbid_data_access, without_autocast, without_modes
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, ShapeMemo
+from segue.device.cpu_lend import LentMode
 from segue.device.cpu_pool import CpuPool, Mapped
-from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step
+from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step, rebuilt
 from segue.device.operations import RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
 from segue.device.streams import NUM_STREAMS, StreamPool
 from segue.device.watch import HostReads, OperationMode, describe_line, error_line, user_line
@@ -64,6 +65,12 @@ class CpuDevice(Device):
         session = CpuCapture(pool, observer, {} if shapes is None else shapes)
         with HostReads(session.refuse_read), _CaptureMode(session):
             yield session
+
+    def lend(self, pool: Any) -> AbstractContextManager[Any]:
+        return LentMode(pool)
+
+    def make_workspaces(self) -> None:
+        return None
 
     def take_stream(self) -> int:
         return self._streams.take()
@@ -225,7 +232,7 @@ class CpuCapture:
             views = [None if r is None else self._pool.view(r) if r.numel() else r for r in results]
             tape_args, tape_kwargs = self._tape_arguments.of(args), self._tape_kwargs(kwargs)
             self._steps.append(functional_step(op, tape_args, tape_kwargs, views))
-        return _rebuild(op, args, kwargs, results)
+        return rebuilt(op, args, kwargs, results)
 
     def _record_write(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op.has_out and self._shapes.get(signature(op, args, kwargs)) == RESIZED:
@@ -311,15 +318,3 @@ def _to_meta(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_to_meta(v) for v in value)
     return value
-
-
-def _rebuild(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> Any:
-    """The schema's return structure around `results`; returns that are arguments come back as those arguments."""
-    schema = op.overload._schema
-    if len(schema.returns) == 1:
-        return results if op.returns_list else results[0]
-    written = iter(op.written(args, kwargs))
-    fresh = iter(results)
-    return tuple(
-        next(written) if r.alias_info is not None and r.alias_info.is_write else next(fresh) for r in schema.returns
-    )

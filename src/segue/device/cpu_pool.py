@@ -128,6 +128,7 @@ class CpuPool:
             return torch.empty_strided(size, stride, dtype=dtype)
         block = self._take(nbytes)
         memory = (ctypes.c_char * nbytes).from_address(block.address)
+        memory.chunk = self._chunks[block.chunk]  # type: ignore[attr-defined]  # outlives the pool with its last tensor
         ctypes.memset(block.address, _poison(dtype), nbytes)
         self._live[block.address] = block.nbytes
         self._note_live(block.nbytes)

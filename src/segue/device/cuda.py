@@ -78,6 +78,14 @@ class CudaDevice(Device):
             finally:
                 session.abort()
 
+    def lend(self, pool: Any) -> contextlib.AbstractContextManager[None]:
+        return routing_to_pool(self.device.index, pool.id)
+
+    def make_workspaces(self) -> None:
+        with torch.no_grad(), without_modes():
+            x = torch.zeros(16, 16, device=self.device)
+            torch.addmm(x[0], x @ x, x)  # cuBLAS, and with a bias cuBLASLt
+
     def take_stream(self) -> torch.cuda.Stream:
         return self._streams.take()
 

@@ -139,6 +139,8 @@ class Runner(ABC, Generic[B]):
                 absent, _ = self.store.absent.lookup((self.phase,), *live, max_padding=most)
                 reason = reason if absent is None else self.store.why[absent]
             return Decision(None, "disabled", reason, live.tokens, live.tokens)
+        if self.lane.borrowed_bytes:
+            return Decision(None, "disabled", Reason.BORROWED, live.tokens, live.tokens)
         return Decision(key, self.backend.name, None, live.tokens, key.tokens)
 
     def max_padding(self, live: Live) -> float:
@@ -285,7 +287,7 @@ class Runner(ABC, Generic[B]):
     def evict(self, key: ShapeKey) -> int:
         """Closes one recording, whose calls then run eagerly, and returns the bytes that this gives back. Pool memory is
         shared, and stays."""
-        with self.lane.exclusive():
+        with self.lane.exclusive(is_upkeep=True):
             if key not in self.store:
                 return 0
             freed = self.store.get(key).record.freed_if_evicted
@@ -294,13 +296,13 @@ class Runner(ABC, Generic[B]):
 
     def close_recordings(self) -> None:
         """Closes every recording, so that all can be captured anew. Absent shapes are forgotten with them."""
-        with self.lane.exclusive():
+        with self.lane.exclusive(is_upkeep=True):
             self.store.close()
             self.store.forget_absent()
 
     def close(self) -> None:
         """Closes every recording. The lane stays open."""
-        with self.lane.exclusive():
+        with self.lane.exclusive(is_upkeep=True):
             self.store.close()
 
 

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-requests", type=int, metavar="N", help="the largest decode rung (64 on cuda)")
     parser.add_argument("--ceilings", metavar="LIST", help="capture ceilings of prefill, such as 64,512,2048")
     parser.add_argument("--prefill", choices=("breakable", "full"), default="breakable", help="backend of prefill graphs")
+    parser.add_argument("--lend", action="store_true", help="lend the idle graph pool to eager passes")
     add_png_argument(parser)
 
 
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     print(_table(f"prefill of {chunk} tokens, by capture ceiling", "ceiling", prefill))
     print("\n" + _table("one decode step of all requests, by largest rung", "requests", decode))
     result = {
-        "shape": options.shape, "chunk_size": chunk, "max_requests": most, "backend": options.prefill,
+        "shape": options.shape, "chunk_size": chunk, "max_requests": most, "backend": options.prefill, "lend": options.lend,
         "machine": machine, "seconds": time.perf_counter() - start,
         "prefill": [reading.to_dict() for reading in prefill], "decode": [reading.to_dict() for reading in decode],
     }  # fmt: skip

@@ -75,7 +75,7 @@ class Sweep:
         from segue.config import GraphConfig, PhaseConfig
 
         phase = PhaseConfig(backend=self._options.prefill if ceiling else "disabled", max_size=ceiling or None)
-        graphs = GraphConfig(prefill=phase, decode="disabled")
+        graphs = GraphConfig(prefill=phase, decode="disabled", lend_pool=self._options.lend)
         lengths = [max(round(share * self._chunk), 1) for share in MIXED]
         return self._measure(graphs, ceiling, max(self._chunk, ceiling), [_prompt(self._chunk)], lengths, num_tokens=1)
 
@@ -83,7 +83,7 @@ class Sweep:
         from segue.config import GraphConfig, PhaseConfig
 
         phase = PhaseConfig(backend="full" if rung else "disabled", max_size=rung or None)
-        graphs = GraphConfig(prefill="disabled", decode=phase)
+        graphs = GraphConfig(prefill="disabled", decode=phase, lend_pool=self._options.lend)
         return self._measure(graphs, rung, self._chunk, [[token % 97] for token in range(self._most)], [], num_tokens=3)
 
     def _measure(
@@ -99,7 +99,8 @@ class Sweep:
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         with Engine(self._model, config) as engine:
             seconds = time.perf_counter() - start
-            engine.generate(prompts, params)  # first calls load kernels and make workspaces
+            for _ in range(2):  # first calls load kernels and make workspaces, and a pool that is lent grows
+                engine.generate(prompts, params)
             names = [engine.add_request(prompt, params) for prompt in prompts]
             decoded = engine.stats()["steps"]["decode"]
             while num_tokens > 1 and engine.stats()["steps"]["decode"] == decoded:  # the next step is one of decoding
@@ -109,6 +110,7 @@ class Sweep:
             resident, reserved = _staying(engine, ledger.pool_bytes)
             with device.measure_peak() as peak:
                 engine.step()
+            nbytes = min(peak.nbytes, peak.held_bytes) if self._options.lend else peak.nbytes  # the rest lay in the pool
             for name in names:
                 engine.abort(name)
             device.flush()
@@ -119,7 +121,7 @@ class Sweep:
         device.flush()
         note(f"  {ceiling or 'no graphs'}: {seconds:.1f} s")
         return Reading(
-            ceiling, len(ledger.graphs), resident, reserved, ledger.pool_bytes, ledger.driver_bytes, peak.nbytes,
+            ceiling, len(ledger.graphs), resident, reserved, ledger.pool_bytes, ledger.driver_bytes, nbytes,
             peak.held_bytes, of_mixed.held_bytes if mixed else None, seconds,
         )  # fmt: skip
 
