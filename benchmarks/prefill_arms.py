@@ -232,7 +232,7 @@ class EagerBuild:
         self._model = model
         self._plan = plan
         self._device = get_device(plan.device)
-        self._stream = self._device.new_stream()
+        self._stream = self._device.take_stream()
 
     def build(self) -> BuildSeconds:
         start = time.perf_counter()
@@ -256,7 +256,7 @@ class EagerBuild:
         return []
 
     def close(self) -> None:
-        return None
+        self._device.give_stream_back(self._stream)
 
 
 class SegmentsAlone(EagerBuild):

@@ -415,6 +415,18 @@ def stop_routing_to_pool(device: int, pool: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
+@contextlib.contextmanager
+def routing_to_pool(device: int, pool: tuple[int, int]) -> Iterator[None]:
+    """What this thread allocates on the device inside comes from the pool, which no capture may use meanwhile. It is what
+    `torch.cuda.use_mem_pool` does, which takes pools of another kind (2.11 - 2.13)."""
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+
+
 def set_stream_builtin() -> Any:
     """The builtin behind `torch.cuda.set_stream` and `torch.cuda.stream`; None where torch has no CUDA."""
     return getattr(torch._C, "_cuda_setStream", None)

@@ -90,7 +90,8 @@ class GraphConfig:
     `capture` says when shapes are recorded. `strict` raises where a call would run eagerly or a setting would be
     downgraded. `debug` runs the whole forward ("forward"), or every operation ("ops"), as eager breaks on the replay
     path. `memory_budget` bounds what graphs may cost: bytes, or text such as "2GiB". Shapes beyond it run eagerly;
-    `on_budget` "rebuild" makes the lane anew without those that grew its pool too far, so that smaller ones fit.
+    `on_budget` "rebuild" makes the lane anew without those that grew its pool too far, so that smaller ones fit. With
+    `lend_pool` an engine's eager passes run in the pool that recordings leave idle (see `memory.loan`).
     """
 
     prefill: PhaseConfig | str = field(default_factory=PhaseConfig)
@@ -106,12 +107,14 @@ class GraphConfig:
     debug: Debug | None = None
     memory_budget: int | str | None = None
     on_budget: OnBudget = "eager"
+    lend_pool: bool = False
 
     def __post_init__(self) -> None:
         for phase in PHASES:
             object.__setattr__(self, phase, _phase_config(phase, getattr(self, phase)))
         _check_choice("capture", self.capture, get_args(Capture))
         _check_choice("strict", self.strict, (False, True))
+        _check_choice("lend_pool", self.lend_pool, (False, True))
         _check_choice("debug", self.debug, (None, *get_args(Debug)))
         _check_choice("on_budget", self.on_budget, get_args(OnBudget))
         if self.memory_budget is not None:
@@ -196,6 +199,7 @@ class ResolvedConfig:
     debug: Debug | None = None
     memory_budget_bytes: int | None = None
     on_budget: OnBudget = "eager"
+    lend_pool: bool = False
 
     def phase(self, phase: Phase) -> ResolvedPhase:
         """What one phase does. Raises `ConfigError` for a phase that was not resolved."""
@@ -209,6 +213,7 @@ class ResolvedConfig:
         """One aligned line a phase, then one a choice: what start-up prints."""
         budget = "none" if self.memory_budget_bytes is None else f"{self.memory_budget_bytes / 2**30:.2f} GiB"
         head = f"graphs: capture {self.capture}, strict {self.strict}, debug {self.debug}, memory budget {budget}"
+        head += ", pool lent to eager passes" if self.lend_pool else ""
         phases = _aligned(_phase_cells(phase) for phase in self.phases)
         choices = _aligned(
             (choice.kind, choice.phase, choice.field, f"{choice.asked} -> {choice.got}", choice.why)
@@ -251,6 +256,7 @@ def resolve(
         debug=config.debug,
         memory_budget_bytes=None if budget is None else parse_bytes(budget, "memory_budget"),
         on_budget=config.on_budget,
+        lend_pool=config.lend_pool,
     )
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from segue import GraphConfig
+from segue.config import PhaseConfig
 from segue.errors import ConfigError
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.bench.models import random_model
@@ -129,3 +135,51 @@ def test_text_is_the_same_within_a_budget(model: Any) -> None:
             assert [ids[0] for ids in got] == [ids[0] for ids in expected]
             if on_budget == "rebuild":
                 assert engine.ledger().budget_bytes <= whole // 2
+
+
+def test_eager_prefills_in_the_lent_pool_take_no_memory_beside_it(model: Any) -> None:
+    held, texts = [], []
+    for lend_pool in (False, True):
+        prefill = PhaseConfig(backend="breakable", max_size=128)
+        with engine_of(model, num_pages=500, graphs=GraphConfig(prefill=prefill, lend_pool=lend_pool)) as engine:
+            for _ in range(2):
+                texts.append(tokens(engine))
+            pool = engine.lane.reserved_bytes
+            engine.device.flush()
+            with engine.device.measure_peak() as peak:
+                texts.append(tokens(engine))
+            held.append(peak.held_bytes)
+            assert engine.stats()["phases"]["prefill"]["eager"]["no_rung"] >= 3
+            assert engine.lane.reserved_bytes == pool and engine.lane.borrowed_bytes == 0
+    assert all(text == texts[0] for text in texts)
+    assert held[1] <= 8 * MIB < held[0], held
+
+
+def bench_memory(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process that has not used CUDA, which its children could not use then."""
+    command = (sys.executable, "-m", "segue.cli", "bench", "memory", "--device", "cuda", *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | environment)
+
+
+def test_each_ceiling_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    readings = {}
+    for name, ceilings in {"all": "64,256,512", "last": "512"}.items():
+        file = tmp_path / f"{name}.json"
+        sizes = ("--chunk-size", "512", "--max-requests", "2", "--ceilings", ceilings)
+        done = bench_memory("--shape", "smollm2", *sizes, "--json", str(file))
+        assert done.returncode == 0, done.stderr
+        assert max(map(len, done.stdout.splitlines())) <= 130
+        readings[name] = {reading["ceiling"]: reading for reading in json.loads(file.read_text())["prefill"]}
+    drivers = [reading["driver"] for reading in readings["all"].values()]
+    assert drivers == sorted(drivers) and drivers[0] == 0 < drivers[-1]
+    for part in ("driver", "pool", "resident", "reserved", "held"):
+        assert abs(readings["all"][512][part] - readings["last"][512][part]) <= 2 * MIB, part
+    for reading in readings["all"].values():
+        assert reading["held"] >= reading["peak"] - 4 * MIB and reading["mixed"] is not None, reading
+
+
+def test_a_process_that_fails_is_one_line_and_status_1() -> None:
+    done = bench_memory("--shape", "tiny", "--attention", "nonsense")
+    assert done.returncode == 1 and "nonsense" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    done = bench_memory("--shape", "tiny", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and "no CUDA GPU" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,10 @@ import pytest
 import torch
 
 from segue.cli import main
+from segue.cli.bench.child import in_child
 from segue.cli.bench.memory import default_ceilings, doubling
+from segue.cli.usage import UsageError
+from segue.errors import SegueError
 from segue.llm.bench.models import SHAPES, random_model
 
 pytest.importorskip("transformers")
@@ -28,16 +35,29 @@ def test_memory_by_ceiling_and_by_rung_on_cpu(tmp_path: Path, capsys: pytest.Cap
     file = tmp_path / "memory.json"
     assert bench("memory", "--shape", "tiny", "--device", "cpu", "--chunk-size", "32", "--json", str(file)) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert max(map(len, printed)) <= 120 and "by capture ceiling" in printed[0]
+    assert max(map(len, printed)) <= 130 and "by capture ceiling" in printed[0] and "mixed held" in printed[1]
     result = json.loads(file.read_text())
     assert [r["ceiling"] for r in result["prefill"]] == [0, 4, 16, 32, 64]
     assert [r["ceiling"] for r in result["decode"]] == [0, 1, 2, 4]
     for reading in (*result["prefill"], *result["decode"]):
         assert reading["total"] == reading["resident"] + reading["pool"] + reading["driver"] + reading["peak"]
+        assert reading["held_total"] == reading["reserved"] + reading["driver"] + reading["held"] >= reading["total"]
+        assert reading["held"] >= reading["peak"] > 0
         assert (reading["graphs"] > 0) == (reading["ceiling"] > 0) == (reading["pool"] > 0) and reading["driver"] == 0
     peaks = {r["ceiling"]: r["peak"] for r in result["prefill"]}
     assert peaks[0] == pytest.approx(peaks[4], rel=0.05) == pytest.approx(peaks[16], rel=0.05)
     assert max(peaks[32], peaks[64]) < 0.75 * peaks[0], "from the chunk size on, the prefill runs in the pool"
+    mixed = {r["ceiling"]: r["mixed"] for r in result["prefill"]}
+    assert mixed[0] >= peaks[0] and mixed[32] < 0.75 * mixed[0] and {r["mixed"] for r in result["decode"]} == {None}
+
+
+def test_eager_prefills_in_the_lent_pool_need_little_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "memory.json"
+    sizes = ("--chunk-size", "32", "--ceilings", "4,16", "--max-requests", "1")
+    assert bench("memory", "--shape", "tiny", "--device", "cpu", *sizes, "--lend", "--json", str(file)) == 0
+    result = json.loads(file.read_text())
+    peaks = {r["ceiling"]: r["peak"] for r in result["prefill"]}
+    assert result["lend"] and max(peaks[4], peaks[16]) < 0.5 * peaks[0]
 
 
 def seconds_of(rows: list[dict[str, Any]]) -> list[float]:
@@ -204,3 +224,54 @@ def test_layers_that_share_weights_are_layers_of_their_own(tmp_path: Path) -> No
     with Engine(model, EngineConfig(device="cpu", chunk_size=16, max_requests=1, max_context=32, num_pages=8)) as engine:
         assert engine.facts.num_layers == 5
         assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))[0].token_ids) == 4
+
+
+# -- measuring in processes --------------------------------------------------------------------------------------------
+
+
+def test_a_child_s_answer_comes_back_and_leaves_nothing_here() -> None:
+    here: list[int] = []
+
+    def work() -> tuple[int, int]:
+        here.append(1)
+        return os.getpid(), len(here)
+
+    answers = [in_child(work) for _ in range(3)]
+    assert len({pid for pid, _ in answers} | {os.getpid()}) == 4 and {n for _, n in answers} == {1} and here == []
+    assert multiprocessing.active_children() == []
+
+
+def raising(error: BaseException) -> Any:
+    raise error
+
+
+FAILURES: dict[str, tuple[Any, type[Exception], str]] = {
+    "an error": (lambda: raising(KeyError("no\nsuch  thing")), SegueError, r"^'no\\nsuch thing'$"),
+    "one without words": (lambda: raising(MemoryError()), SegueError, "^MemoryError$"),
+    "bad usage": (lambda: raising(UsageError("--x is 3")), UsageError, "^--x is 3$"),
+    "an exit": (lambda: raising(SystemExit(4)), SegueError, "^4$"),
+    "an end by itself": (lambda: os._exit(7), SegueError, "by itself, with status 7$"),
+    "a kill": (lambda: os.kill(os.getpid(), signal.SIGKILL), SegueError, "by itself, with status -9$"),
+    "an answer that cannot be sent": (lambda: lambda: 1, SegueError, "pickle"),
+}
+
+
+@pytest.mark.parametrize("name", list(FAILURES))
+def test_a_child_that_fails_is_one_error_here(name: str) -> None:
+    work, kind, text = FAILURES[name]
+    with pytest.raises(kind, match=text) as caught:
+        in_child(work)
+    assert type(caught.value) is kind and multiprocessing.active_children() == []
+    if name == "an error":
+        assert "in raising" in str(caught.value.__cause__), "for --debug"
+
+
+def test_a_child_ends_with_an_interrupt_here() -> None:
+    def interrupt_here() -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        in_child(interrupt_here)
+    assert time.perf_counter() - start < 30 and multiprocessing.active_children() == []

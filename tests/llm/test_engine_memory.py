@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from segue import GraphConfig
+from segue.config import PhaseConfig
 from segue.device import get_device
-from segue.errors import ConfigError, SegueError
+from segue.errors import ConfigError, ReplayError, SegueError
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.runners import BatchRunner
 
@@ -358,3 +361,135 @@ def test_a_module_that_is_changed_after_start_up_is_recorded_anew(fuse: bool, ch
     with engine_of(oracle, fuse=False) as engine:
         expected = engine.generate([prompt_of(9)], params)[0]
     assert got.token_ids == expected.token_ids != before.token_ids
+
+
+# -- lending the pool --------------------------------------------------------------------------------------------------
+
+
+def lending(**changes: Any) -> GraphConfig:
+    return GraphConfig(prefill=PhaseConfig(backend="breakable", max_size=8), lend_pool=True, **changes)
+
+
+def test_eager_passes_in_the_lent_pool_give_the_same_text(model: Any) -> None:
+    graphs = GraphConfig(prefill=PhaseConfig(backend="breakable", max_size=8))
+    with engine_of(model, graphs=graphs) as engine:
+        expected, counts = tokens(engine), engine.stats()["phases"]["prefill"]["eager"]
+    with engine_of(model, graphs=lending()) as engine:
+        assert "lent to eager passes" in engine.resolved.explain()
+        before = engine.stats()["graph_pool_bytes"]
+        assert tokens(engine) == expected and tokens(engine) == expected
+        eager = engine.stats()["phases"]["prefill"]["eager"]
+        assert eager == {reason: 2 * count for reason, count in counts.items()} and "no_rung" in eager
+        assert engine.lane.borrowed_bytes == 0 and engine.stats()["graph_pool_bytes"] == before
+        engine.sleep()
+        engine.wake()
+        assert tokens(engine) == expected
+
+
+def test_sampled_text_and_running_ahead_are_the_same_with_a_lent_pool(model: Any) -> None:
+    params = [SamplingParams(max_tokens=7, temperature=0.9, seed=seed, ignore_eos=True, logprobs=2) for seed in range(3)]
+    prompts = [prompt_of(9), prompt_of(21), prompt_of(3)]
+    answers = []
+    for lend_pool in (False, True):
+        # decode beyond two requests runs eagerly, between replays of both phases
+        decode = PhaseConfig(backend="full", max_size=2)
+        graphs = GraphConfig(prefill=PhaseConfig(backend="breakable", max_size=8), decode=decode, lend_pool=lend_pool)
+        with engine_of(model, graphs=graphs, overlap=True) as engine:
+            sampled = engine.generate(prompts, params)
+            greedy = tokens(engine)
+            answers.append(([(o.token_ids, o.logprobs) for o in sampled], greedy))
+            assert engine.stats()["phases"]["decode"]["eager"]["no_rung"] > 0
+    assert answers[0] == answers[1]
+
+
+class Spy(torch.nn.Linear):
+    """A head whose outputs a test may keep, or that may fail."""
+
+    look: Callable[[torch.Tensor], None] | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        if self.look is not None:
+            self.look(output)
+        return output
+
+
+@pytest.fixture
+def spied() -> Any:
+    model = tiny_model()
+    head = Spy(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+    head.weight, head.look = model.lm_head.weight, None
+    model.lm_head = head
+    return model
+
+
+def test_a_borrowed_tensor_makes_steps_eager_until_it_is_gone(spied: Any) -> None:
+    head = spied.lm_head
+    with engine_of(spied, graphs=lending()) as engine:
+        expected = tokens(engine)
+        before = engine.stats()["phases"]["decode"]["replays"]
+        kept: list[torch.Tensor] = []
+        head.look = kept.append
+        engine.add_request(prompt_of(21), GREEDY, "long")
+        assert engine.step()  # a prefill beyond the ceiling
+        head.look = None
+        assert engine.lane.borrowed_bytes >= kept[0].nbytes
+        value = kept[0].clone()
+        assert tokens(engine) == expected and torch.equal(kept[0], value)
+        phase = engine.stats()["phases"]["decode"]
+        assert phase["eager"]["borrowed"] > 0 and phase["replays"] == before
+        with pytest.raises(ReplayError, match="borrowed"), engine.lane.exclusive():
+            pass
+        kept.clear()
+        assert tokens(engine) == expected and engine.lane.borrowed_bytes == 0
+        assert engine.stats()["phases"]["decode"]["replays"] > before and engine.num_recaptures == 0
+
+
+def test_sleeping_and_closing_over_a_borrowed_tensor_leave_it_whole(spied: Any) -> None:
+    kept: list[torch.Tensor] = []
+    with engine_of(spied, graphs=lending()) as engine:
+        expected, one = tokens(engine), SamplingParams(max_tokens=1)
+        for at in range(2):
+            spied.lm_head.look = kept.append
+            engine.generate([prompt_of(21)], one)
+            spied.lm_head.look = None
+            assert engine.lane.borrowed_bytes > 0
+            values = [tensor.clone() for tensor in kept]
+            if at == 0:
+                engine.sleep()
+                engine.wake()
+                assert tokens(engine) == expected and engine.lane.borrowed_bytes == 0
+                assert "borrowed" not in engine.stats()["phases"]["decode"]["eager"]
+    assert len(kept) == 2 and all(torch.equal(tensor, value) for tensor, value in zip(kept, values, strict=True))
+
+
+def test_a_pass_that_raises_in_the_lent_pool_is_tried_again(spied: Any) -> None:
+    def fail(output: torch.Tensor) -> None:
+        raise KeyError("mine")
+
+    with engine_of(spied, graphs=lending()) as engine:
+        expected = tokens(engine)
+        spied.lm_head.look = fail
+        with pytest.raises(KeyError):
+            engine.generate([prompt_of(21)], GREEDY)
+        spied.lm_head.look = None
+        gc.collect()
+        assert tokens(engine) == expected and engine.lane.borrowed_bytes == 0
+
+
+def test_an_estimate_counts_what_the_pool_lends_once() -> None:
+    from segue.memory.estimate import Estimate
+
+    estimate = Estimate((), pool_bytes=50, static_bytes=7, eager_peak_bytes=40)
+    assert estimate.total_bytes == 97 and replace(estimate, lent_bytes=30).total_bytes == 67
+    assert replace(estimate, lent_bytes=30).within(20) == 20 + 7 + 40 - 20
+
+
+def test_the_measured_eager_peak_is_lent_as_far_as_the_pool_reaches(model: Any) -> None:
+    with engine_of(model, graphs=lending()) as engine:
+        estimate = engine.measure()
+        assert 0 <= estimate.lent_bytes <= min(estimate.pool_bytes, estimate.eager_peak_bytes)
+        logits = engine.sizes.max_requests * engine.facts.vocab_size * 16  # sampling is outside of the loan
+        assert estimate.eager_peak_bytes - estimate.lent_bytes >= logits and estimate.pool_bytes > 0
+    with engine_of(model) as engine:
+        assert engine.measure().lent_bytes == 0

@@ -92,6 +92,7 @@ def test_off_disables_every_phase() -> None:
         (lambda: GraphConfig(capture="never"), "capture is 'never'.*lazy"),  # type: ignore[arg-type]
         (lambda: GraphConfig(debug="all"), "debug is 'all'.*ops"),  # type: ignore[arg-type]
         (lambda: GraphConfig(strict="yes"), "strict is 'yes'"),  # type: ignore[arg-type]
+        (lambda: GraphConfig(lend_pool="yes"), "lend_pool is 'yes'"),  # type: ignore[arg-type]
         (lambda: GraphConfig(memory_budget="lots"), "memory_budget is 'lots'.*2GiB"),
         (lambda: PhaseFacts(max_size=0), "max_size is 0"),
         (lambda: settled(device_type="mps"), "device_type is 'mps'.*cuda"),

@@ -3,6 +3,9 @@ nothing, and whatever goes wrong in a capture leaves the device as it was."""
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from segue.device import Device, get_device
+from segue.device.streams import NUM_STREAMS
 from segue.errors import CaptureError, HostReadError
 from segue.memory.lane import Lane
 from tests_support import churn, record, replay
@@ -374,3 +378,110 @@ def test_raw_pointers_are_out_of_reach_on_the_cpu_device() -> None:
     with pytest.raises(RuntimeError, match="data pointer"):
         record(lane, lambda: (x * 2).data_ptr())
     assert torch.equal(replay(lane, record(lane, lambda: x * 2)), x * 2)
+
+
+def test_a_peak_says_what_was_live_and_what_was_taken_for_it(lane: Lane) -> None:
+    from segue.backends import make_backend
+    from segue.shapes.key import ShapeKey
+
+    mib, device, backend = 1 << 20, lane.device, make_backend("full", lane)
+
+    def forward() -> torch.Tensor:
+        wide = torch.ones(3 * mib // 4, device=device.device)
+        return wide.repeat(2).sum() + (wide * 2).sum()
+
+    expected = forward()
+    device.flush()
+    with device.measure_peak() as peak:
+        forward()
+    assert 9 * mib <= peak.nbytes < 10 * mib and peak.nbytes <= peak.held_bytes <= 24 * mib
+    with torch.no_grad(), lane.exclusive():
+        trace = backend.trace(forward)[1]
+        device.flush()
+        before = lane.pool.state().reserved_bytes
+        with device.measure_peak(lane.pool) as peak:
+            recorded = backend.record(ShapeKey("call", 1), forward, trace)
+        grown = lane.pool.state().reserved_bytes - before
+        assert 9 * mib <= peak.nbytes < 10 * mib and peak.nbytes <= grown == recorded.record.pool_bytes
+        assert grown <= peak.held_bytes <= grown + 4 * mib, "on CUDA the generator's own words may lie elsewhere"
+    assert torch.equal(replay(lane, recorded), expected)
+
+
+# -- streams of lanes --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unused(device: Device) -> Device:
+    """A device of the same kind whose streams nobody holds."""
+    from segue.device.cpu import CpuDevice
+
+    if device.kind == "cpu":
+        return CpuDevice()
+    from segue.device.cuda import CudaDevice
+
+    return CudaDevice(torch.cuda.current_device())
+
+
+def test_lanes_in_turn_use_one_stream(unused: Device) -> None:
+    streams = []
+    for _ in range(40):
+        lane = Lane(unused)
+        streams.append(lane.stream)
+        lane.close()
+        lane.close()
+    assert len(set(streams)) == 1
+    streams = [Lane(unused).stream for _ in range(3)]
+    assert len(set(streams)) == 1, "a lane that is dropped gives its stream back as well"
+
+
+def test_open_lanes_share_no_stream_while_torch_has_another(unused: Device) -> None:
+    lanes = [Lane(unused) for _ in range(NUM_STREAMS // 2)]
+    for lane in lanes[::3]:  # as lanes come and go the streams that are held lie anywhere in torch's round
+        lane.close()
+    lanes = [lane for at, lane in enumerate(lanes) if at % 3]
+    while len(lanes) < NUM_STREAMS:
+        lanes.append(Lane(unused))
+    assert len({lane.stream for lane in lanes}) == NUM_STREAMS
+    more = [Lane(unused) for _ in range(2 * NUM_STREAMS)]
+    assert set(Counter(lane.stream for lane in (*lanes, *more)).values()) == {3}
+    more[5].close()
+    again = Lane(unused)
+    assert again.stream == more[5].stream, "the one with the fewest holders"
+    for lane in (*lanes, *more, again):
+        lane.close()
+    assert Lane(unused).stream == again.stream
+
+
+def test_threads_take_streams_of_their_own(unused: Device) -> None:
+    taken: list[Any] = []
+
+    def work() -> None:
+        for _ in range(50):
+            unused.give_stream_back(unused.take_stream())
+        taken.append(unused.take_stream())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(taken)) == 8
+
+
+@pytest.mark.gpu
+def test_lanes_in_turn_leave_no_workspace_behind_for_each() -> None:
+    from segue.device.cuda import CudaDevice
+
+    device = CudaDevice(torch.cuda.current_device())  # its streams are held by nobody
+    x = torch.randn(256, 256, device="cuda")
+    held: list[int] = []
+    gc.collect()
+    for _ in range(40):
+        lane = Lane(device)
+        run = record(lane, lambda: x @ x)
+        assert torch.equal(replay(lane, run), x @ x)
+        run.close()
+        lane.close()
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert set(held[1:]) == {held[0]}

@@ -65,6 +65,8 @@ class Peak:
     """What was allocated at most, above what there was at the beginning; known at the end of `Device.measure_peak`."""
 
     nbytes = 0
+    held_bytes = 0
+    """what the allocators took from the driver for that, and keep; `nbytes` where memory is not cached (cpu, eager)"""
 
 
 class DeviceGraph(Protocol):
@@ -83,7 +85,20 @@ class Pool(Protocol):
 
     is_retired: bool
 
+    @property
+    def num_graphs(self) -> int:
+        """Segments that live in it."""
+        ...
+
     def state(self) -> PoolState: ...
+
+    def carve(self, nbytes: int) -> None:
+        """Reserves one piece of so many bytes, or a little more, and leaves it free: later blocks are cut from it.
+
+        Raises:
+            torch.OutOfMemoryError: there is no such piece.
+        """
+        ...
 
     def close(self) -> None: ...
 
@@ -112,7 +127,7 @@ class Capture(Protocol):
 
 
 class Device(ABC):
-    """What can record and replay. Stateless apart from streams; safe to share between lanes and threads."""
+    """What can record and replay. Stateless apart from its streams; safe to share between lanes and threads."""
 
     kind: str
     device: torch.device
@@ -139,7 +154,22 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def new_stream(self) -> Any: ...
+    def lend(self, pool: Pool) -> AbstractContextManager[Any]:
+        """Inside, what this thread allocates comes out of `pool`; its work runs eagerly, on the pool's stream. No capture of
+        that pool may be open."""
+
+    @abstractmethod
+    def make_workspaces(self) -> None:
+        """Makes what torch's matrix products keep for this thread on the current stream."""
+
+    @abstractmethod
+    def take_stream(self) -> Any:
+        """A stream for one lane: one that was given back where there is one, and not one that is held now as long as torch
+        has another (see `device.streams`). Thread-safe."""
+
+    @abstractmethod
+    def give_stream_back(self, stream: Any) -> None:
+        """The stream may be taken again. Work that its next holder must wait for is ordered before it."""
 
     @abstractmethod
     def current_stream(self) -> Any: ...

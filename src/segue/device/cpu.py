@@ -13,6 +13,7 @@ on gets it again at the end, so no recording is built on a guess.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,9 +23,11 @@ import torch
 
 from segue._compat import AllocationWatch, forbid_data_access, without_autocast, without_modes
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, ShapeMemo
+from segue.device.cpu_lend import LentMode
 from segue.device.cpu_pool import CpuPool, Mapped
-from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step
+from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step, rebuilt
 from segue.device.operations import RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
+from segue.device.streams import NUM_STREAMS, StreamPool
 from segue.device.watch import HostReads, OperationMode, describe_line, error_line, user_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
@@ -43,6 +46,8 @@ class CpuDevice(Device):
     def __init__(self, capacity: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._mapped = Mapped(capacity)
+        numbers = itertools.cycle(range(NUM_STREAMS))  # in turn, as torch hands out CUDA's
+        self._streams = StreamPool(lambda: next(numbers))
 
     def open_pool(self, stream: Any = None) -> CpuPool:
         return CpuPool(self._mapped)
@@ -61,8 +66,17 @@ class CpuDevice(Device):
         with HostReads(session.refuse_read), _CaptureMode(session):
             yield session
 
-    def new_stream(self) -> None:
+    def lend(self, pool: Any) -> AbstractContextManager[Any]:
+        return LentMode(pool)
+
+    def make_workspaces(self) -> None:
         return None
+
+    def take_stream(self) -> int:
+        return self._streams.take()
+
+    def give_stream_back(self, stream: int) -> None:
+        self._streams.give_back(stream)
 
     def current_stream(self) -> None:
         return None
@@ -93,13 +107,13 @@ class CpuDevice(Device):
         if pool is None:
             with AllocationWatch() as watch:
                 yield peak
-            peak.nbytes = watch.peak_bytes
+            peak.nbytes = peak.held_bytes = watch.peak_bytes
             return
-        before = pool.begin_peak()
+        before, reserved = pool.begin_peak(), pool.reserved_bytes
         try:
             yield peak
         finally:
-            peak.nbytes = pool.peak_bytes - before
+            peak.nbytes, peak.held_bytes = pool.peak_bytes - before, pool.reserved_bytes - reserved
 
 
 class CpuGraph:
@@ -108,8 +122,11 @@ class CpuGraph:
 
     instantiate_s = 0.0
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, steps: list[Step], pool: CpuPool) -> None:
         self._steps = steps
+        self._pool = pool
+        self._is_open = True
+        pool.num_graphs += 1
         self.nodes: int | None = len(steps)
 
     def replay(self) -> None:
@@ -119,6 +136,9 @@ class CpuGraph:
 
     def close(self) -> None:
         self._steps = []
+        if self._is_open:
+            self._is_open = False
+            self._pool.num_graphs -= 1
 
 
 class CpuCapture:
@@ -142,7 +162,7 @@ class CpuCapture:
         steps, self._steps = self._steps, None
         if self._refusal is not None:
             raise self._refusal
-        return CpuGraph(steps) if steps else None
+        return CpuGraph(steps, self._pool) if steps else None
 
     def abort(self) -> None:
         self._steps = None
@@ -212,7 +232,7 @@ class CpuCapture:
             views = [None if r is None else self._pool.view(r) if r.numel() else r for r in results]
             tape_args, tape_kwargs = self._tape_arguments.of(args), self._tape_kwargs(kwargs)
             self._steps.append(functional_step(op, tape_args, tape_kwargs, views))
-        return _rebuild(op, args, kwargs, results)
+        return rebuilt(op, args, kwargs, results)
 
     def _record_write(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op.has_out and self._shapes.get(signature(op, args, kwargs)) == RESIZED:
@@ -298,15 +318,3 @@ def _to_meta(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_to_meta(v) for v in value)
     return value
-
-
-def _rebuild(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> Any:
-    """The schema's return structure around `results`; returns that are arguments come back as those arguments."""
-    schema = op.overload._schema
-    if len(schema.returns) == 1:
-        return results if op.returns_list else results[0]
-    written = iter(op.written(args, kwargs))
-    fresh = iter(results)
-    return tuple(
-        next(written) if r.alias_info is not None and r.alias_info.is_write else next(fresh) for r in schema.returns
-    )

@@ -78,6 +78,7 @@ class CpuPool:
 
     def __init__(self, mapped: Mapped | None = None) -> None:
         self.is_retired = False
+        self.num_graphs = 0
         self.peak_bytes = 0
         """bytes in use at most since `begin_peak`"""
         self.reserved_bytes = 0
@@ -98,6 +99,10 @@ class CpuPool:
         self._collect()
         segments = [(start, self._chunks[self._by_start[start]].numel()) for start in self._starts]
         return PoolState(segments, dict(self._live))
+
+    def carve(self, nbytes: int) -> None:
+        """Reserves one piece that later blocks are cut from."""
+        self._release(self._take(nbytes).address)
 
     def begin_peak(self) -> int:
         """Measures the peak anew, and returns the bytes in use now."""
@@ -123,6 +128,7 @@ class CpuPool:
             return torch.empty_strided(size, stride, dtype=dtype)
         block = self._take(nbytes)
         memory = (ctypes.c_char * nbytes).from_address(block.address)
+        memory.chunk = self._chunks[block.chunk]  # type: ignore[attr-defined]  # outlives the pool with its last tensor
         ctypes.memset(block.address, _poison(dtype), nbytes)
         self._live[block.address] = block.nbytes
         self._note_live(block.nbytes)

@@ -119,3 +119,15 @@ class TapeArguments:
         if isinstance(value, tuple):
             return tuple(self.of(v) for v in value)
         return value
+
+
+def rebuilt(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> Any:
+    """The schema's return structure around `results`; returns that are arguments come back as those arguments."""
+    schema = op.overload._schema
+    if len(schema.returns) == 1:
+        return results if op.returns_list else results[0]
+    written = iter(op.written(args, kwargs))
+    fresh = iter(results)
+    return tuple(
+        next(written) if r.alias_info is not None and r.alias_info.is_write else next(fresh) for r in schema.returns
+    )

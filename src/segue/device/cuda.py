@@ -25,9 +25,17 @@ from typing import Any
 
 import torch
 
-from segue._compat import CaptureProbe, current_raw_stream, pool_snapshot, stop_routing_to_pool, without_modes
+from segue._compat import (
+    CaptureProbe,
+    current_raw_stream,
+    pool_snapshot,
+    routing_to_pool,
+    stop_routing_to_pool,
+    without_modes,
+)
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, PoolState, ShapeMemo
 from segue.device.operations import Operation
+from segue.device.streams import StreamPool
 from segue.device.watch import OperationMode, describe_line, error_line, user_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
@@ -47,6 +55,7 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._index = index
+        self._streams = StreamPool(lambda: torch.cuda.Stream(self.device))
 
     def open_pool(self, stream: Any) -> CudaPool:
         return CudaPool(self.device, stream)
@@ -69,8 +78,19 @@ class CudaDevice(Device):
             finally:
                 session.abort()
 
-    def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+    def lend(self, pool: Any) -> contextlib.AbstractContextManager[None]:
+        return routing_to_pool(self.device.index, pool.id)
+
+    def make_workspaces(self) -> None:
+        with torch.no_grad(), without_modes():
+            x = torch.zeros(16, 16, device=self.device)
+            torch.addmm(x[0], x @ x, x)  # cuBLAS, and with a bias cuBLASLt
+
+    def take_stream(self) -> torch.cuda.Stream:
+        return self._streams.take()
+
+    def give_stream_back(self, stream: torch.cuda.Stream) -> None:
+        self._streams.give_back(stream)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -123,15 +143,14 @@ class CudaDevice(Device):
     def measure_peak(self, pool: Any = None) -> Iterator[Peak]:
         peak = Peak()
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = self._allocated()["current"]
+        before = torch.cuda.memory_stats_as_nested_dict(self.device)
         try:
             yield peak
         finally:
-            peak.nbytes = self._allocated()["peak"] - before
-
-    def _allocated(self) -> dict[str, int]:
-        stats: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
-        return stats
+            after = torch.cuda.memory_stats_as_nested_dict(self.device)
+            peak.nbytes, peak.held_bytes = (
+                after[kind]["all"]["peak"] - before[kind]["all"]["current"] for kind in ("allocated_bytes", "reserved_bytes")
+            )
 
 
 @functools.lru_cache
@@ -168,10 +187,19 @@ class CudaPool:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device = device
+        self.stream = stream
         self.is_retired = False
         self.id: Any = torch.cuda.graph_pool_handle()
         self._anchor: torch.cuda.CUDAGraph | None = _tiny_graph(device, stream, self.id)
         self._num_graphs = 0
+
+    @property
+    def num_graphs(self) -> int:
+        return self._num_graphs
+
+    def carve(self, nbytes: int) -> None:
+        with torch.cuda.stream(self.stream), routing_to_pool(self.device.index, self.id):  # a block belongs to its stream
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def state(self) -> PoolState:
         segments: list[tuple[int, int]] = []

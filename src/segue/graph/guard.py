@@ -30,6 +30,24 @@ def capturing() -> Iterator[None]:
         _capturing.reset(token)
 
 
+_lent: ContextVar[bool] = ContextVar("segue_lent", default=False)
+
+
+def is_lent() -> bool:
+    """Whether this thread's allocations come out of a lane's pool right now, outside of a capture."""
+    return _lent.get()
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """`is_lent()` is true inside."""
+    token = _lent.set(True)
+    try:
+        yield
+    finally:
+        _lent.reset(token)
+
+
 class CaptureInterrupted(BaseException):
     """A capture was asked to end. Nobody's error, and nothing that user code should catch."""
 

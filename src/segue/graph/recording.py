@@ -31,7 +31,7 @@ from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import Fresh, build_output, delivery
-from segue.graph.guard import CaptureInterrupted, capturing, interruption
+from segue.graph.guard import CaptureInterrupted, capturing, interruption, is_lent
 from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import OutsideAccess, Ownership, escape_error
 from segue.graph.ranges import ranged, wants_ranges
@@ -211,6 +211,11 @@ class Recorder:
             raise CaptureError(
                 "the pass was run with grad mode on and its result requires grad: a recording has no backward. Record it "
                 "under torch.no_grad() or torch.inference_mode()."
+            )
+        if is_lent():
+            raise CaptureError(
+                "a capture was asked for inside Lane.lend(), where this thread's allocations go to the lent pool: capture "
+                "before, or call without a loan"
             )
         start = time.perf_counter()
         self._ownership.check_externals()

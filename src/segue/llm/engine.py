@@ -153,6 +153,7 @@ class Engine(Lifecycle):
                 attention,
                 Limits(prefill.ladder, slots, sizes.max_context, sizes.chunk_size),
                 strict=strict,
+                lends=resolved.lend_pool,
             ),
             DecodeRunner(
                 decode,
@@ -162,6 +163,7 @@ class Engine(Lifecycle):
                 Limits(decode.ladder, sizes.max_requests, sizes.max_context, sizes.max_requests),
                 variants=self.config.sampling_graphs,
                 strict=strict,
+                lends=resolved.lend_pool,
             ),
         )
 

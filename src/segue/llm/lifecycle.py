@@ -134,7 +134,7 @@ class Lifecycle(ABC):
         finally:
             for runner in runners:
                 runner.close()
-            with lane.exclusive():
+            with lane.exclusive(is_upkeep=True):
                 lane.release()
             self.cache.close()
             vars(self).update(kept)
@@ -202,6 +202,7 @@ class Lifecycle(ABC):
             self._readings = before, self.device.memory()
             for runner in self.runners:
                 runner.guard.close()
+                runner.prepare_to_lend()
             self._weights = WeightAddresses(self._model)
         return self.capture_reports
 
@@ -277,7 +278,7 @@ class Lifecycle(ABC):
         Raises:
             ValueError: a name is unknown or a shape is another; nothing was changed.
         """
-        with self._lock, self.lane.exclusive():
+        with self._lock, self.lane.exclusive(is_upkeep=True):
             self._land()
             write_weights(self._model, weights)
 
@@ -291,7 +292,7 @@ class Lifecycle(ABC):
         for runner in self.runners:
             runner.close_recordings()
             runner.guard.reopen()
-        with self.lane.exclusive():
+        with self.lane.exclusive(is_upkeep=True):
             self.lane.release()
         self._prepare_model()
         self._recapture(None)
@@ -326,7 +327,7 @@ class Lifecycle(ABC):
         self._weights = None
         for runner in self.runners:
             runner.close()
-        with self.lane.exclusive():
+        with self.lane.exclusive(is_upkeep=True):
             self.lane.release()
         self.cache.close()
         self.device.flush()

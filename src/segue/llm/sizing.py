@@ -58,18 +58,23 @@ def measure(runners: Sequence[BatchRunner], sizes: Sizes, vocab_size: int, lane:
             chosen = [keys[place] for place in sampled(len(keys))]
             records = runner.capture(chosen).records
             families.append(family_sample(runner.phase, records, len(keys)))
+    pool_bytes = lane.reserved_bytes
+    sampling = sizes.max_requests * vocab_size * 4 * _LOGIT_COPIES
+    eager = max(peak, sampling)
+    lends = all(runner.lends for runner in runners)
     return Estimate(
         families=tuple(families),
-        pool_bytes=lane.reserved_bytes,
+        pool_bytes=pool_bytes,
         static_bytes=static_bytes,
-        eager_peak_bytes=max(peak, sizes.max_requests * vocab_size * 4 * _LOGIT_COPIES),
+        eager_peak_bytes=eager,
+        lent_bytes=eager - max(peak - pool_bytes, sampling) if lends else 0,
     )
 
 
 def missing_bytes(reading: MemoryReading, fraction: float, estimate: Estimate) -> int:
     """What is in use beyond the fraction, after the capture and with the eager peak still to come; 0 where the estimates
     held, or missed by little. Read it after a flush, when nothing is cached."""
-    over = reading.driver_used + estimate.eager_peak_bytes - int(fraction * reading.driver_total)
+    over = reading.driver_used + estimate.eager_peak_bytes - estimate.lent_bytes - int(fraction * reading.driver_total)
     bearable = min(_MISSED_SHARE * (1 - fraction), _MISSED_OF_TOTAL) * reading.driver_total
     return over if over > bearable else 0
 

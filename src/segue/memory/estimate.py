@@ -65,6 +65,8 @@ class Estimate:
     """static inputs and plans of all shapes, as measured"""
     eager_peak_bytes: int
     """the most that an eager pass held at once, outside of every pool"""
+    lent_bytes: int = 0
+    """how much of that the pool will hold, where it is lent to eager passes"""
 
     @property
     def driver_bytes(self) -> int:
@@ -87,7 +89,8 @@ class Estimate:
     def within(self, budget: int | None) -> int:
         """What must stay free where graphs are bounded by a budget."""
         graphs = self.graph_bytes if budget is None else min(self.graph_bytes, budget)
-        return graphs + self.static_bytes + self.eager_peak_bytes
+        lent = self.lent_bytes if budget is None else min(self.lent_bytes, budget)
+        return graphs + self.static_bytes + self.eager_peak_bytes - lent
 
     def once_closed(self, before: MemoryReading, after: MemoryReading) -> Estimate:
         """The estimate after its samples and their pool are gone; readings from before and after that."""

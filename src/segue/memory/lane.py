@@ -13,22 +13,31 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from segue.device import Device, Pool
 from segue.errors import ReplayError
+from segue.graph.guard import lent
+from segue.memory.loan import Loan
+from segue.observe.report import format_bytes
 
 _this_thread = threading.get_ident
 
 
 class Lane:
-    """Owns its pools and its stream until `close`, after which its recordings must not be replayed. Thread-safe."""
+    """Owns its pools and its stream until `close`, after which its recordings must not be replayed. Thread-safe.
+
+    The stream is its own as long as torch has one that no open lane holds (32 on a CUDA device). A lane beyond those shares
+    one, and so the workspaces of libraries: two such lanes must not replay at the same time on different streams. A lane
+    that is dropped without `close` gives its stream back as well, though without waiting for a replay under way.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.stream = device.new_stream()
+        self.stream = device.take_stream()
         self.generation = 0
         """counts captures and replays; a lease is valid for one generation"""
         self._pools: list[Pool] = []
@@ -37,6 +46,11 @@ class Lane:
         self._last_stream: Any = None
         self._last_key: int | None = None
         self._passes = 0
+        self._borrowed: Loan | None = None
+        """the last loan, where something of it was still alive"""
+        self._local = threading.local()
+        self._give_stream_back = weakref.finalize(self, device.give_stream_back, self.stream)
+        self._give_stream_back.atexit = False
 
     @property
     def pool(self) -> Pool:
@@ -54,11 +68,17 @@ class Lane:
         with self._lock:
             return sum(pool.state().reserved_bytes for pool in self._pools)
 
-    def enter(self) -> None:
-        """Takes the lane for one capture or replay on the current stream; pair it with `leave`.
+    @property
+    def num_graphs(self) -> int:
+        """Segments that live in its pools."""
+        return sum(pool.num_graphs for pool in self._pools)
+
+    def enter(self, *, is_upkeep: bool = False) -> None:
+        """Takes the lane for one capture or replay on the current stream; pair it with `leave`. `is_upkeep`: neither
+        happens, and nothing is written into the pool.
 
         Raises:
-            ReplayError: this thread is already inside this lane.
+            ReplayError: this thread is already inside this lane; or tensors of it are borrowed (see `lend`).
         """
         me = _this_thread()
         if self._owner == me:
@@ -68,6 +88,8 @@ class Lane:
             )
         self._lock.acquire()
         self._owner = me
+        if self._borrowed is not None and not is_upkeep:
+            self._refuse_if_borrowed()
         self.generation += 1
         key = self.device.stream_key()
         if key != self._last_key:
@@ -81,8 +103,8 @@ class Lane:
         self._lock.release()
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        self.enter()
+    def exclusive(self, *, is_upkeep: bool = False) -> Iterator[None]:
+        self.enter(is_upkeep=is_upkeep)
         try:
             yield
         finally:
@@ -118,13 +140,72 @@ class Lane:
             if was_enabled:
                 gc.enable()
 
+    @contextmanager
+    def lend(self) -> Iterator[Loan]:
+        """Holds the lane and lends its pool to eager work of this thread, which runs on the lane's stream, ordered as a
+        replay is. Outputs of earlier replays hold nothing any more. Take results out with `Loan.keep`; until what else was
+        made is gone, replays and captures are refused (see `memory.loan`).
+
+        Raises:
+            ReplayError: as `enter`.
+        """
+        device = self.device
+        with self.exclusive():
+            caller = device.current_stream()
+            with device.on_stream(self.stream):
+                if not vars(self._local).get("has_workspaces"):
+                    device.make_workspaces()
+                    self._local.has_workspaces = True
+                loan = Loan(device, self.pool, caller)
+                try:
+                    with lent():
+                        loan.begin()
+                        yield loan
+                finally:
+                    loan.end()
+                    if loan.left():
+                        gc.collect()  # a block that hangs in a reference cycle only looks borrowed
+                        self._borrowed = loan if loan.left() else None
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Of tensors that were made while the pool was lent, and are alive: until they are gone, nothing can be replayed."""
+        if self._borrowed is None:
+            return 0
+        if self.is_entered:
+            return self._count_borrowed()
+        with self._lock:
+            return self._count_borrowed()
+
+    def _count_borrowed(self) -> int:
+        left = {} if self._borrowed is None else self._borrowed.left()
+        if not left:
+            self._borrowed = None
+        return sum(left.values())
+
+    def _refuse_if_borrowed(self) -> None:
+        nbytes = self._count_borrowed()
+        if nbytes:
+            self.leave()
+            raise ReplayError(
+                f"{format_bytes(nbytes)} of this lane's pool are still borrowed: tensors that were made while it was lent "
+                "are alive, and a replay or a capture would overwrite them. Drop them (a kept exception holds its frames' "
+                "tensors), copy what is needed with Loan.keep(), and let what is made once and kept be made by a pass "
+                "without a loan."
+            )
+
     def release(self) -> None:
         """Gives the pools back; hold the lane, and have no recording left. The next capture opens a new one."""
         assert self.is_entered
         for pool in self._pools:
             pool.close()
         self._pools.clear()
+        self._borrowed = None
 
     def close(self) -> None:
-        with self.exclusive():
+        """Gives pools and stream back. A second call does nothing."""
+        with self.exclusive(is_upkeep=True):
             self.release()
+            if self._give_stream_back.alive:
+                self.device.order(self._last_stream, self.stream)  # a replay under way may use the stream's workspaces
+                self._give_stream_back()

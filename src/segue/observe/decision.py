@@ -32,6 +32,7 @@ class Reason(Enum):
     CAPTURE_FAILED = "capture_failed"
     OVER_BUDGET = "over_budget"
     EVICTED = "evicted"
+    BORROWED = "borrowed"
     REBOUND = "rebound"
     MISMATCH = "mismatch"
     CAPTURING = "capturing"

@@ -7,11 +7,12 @@ from typing import Any
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned: text to the left, cells that begin with a digit to the right."""
+    """Columns aligned: text to the left, numbers to the right."""
     table = [list(headers), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in table) for i in range(len(headers))]
     is_number = [
-        bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows) for i in range(len(headers))
+        bool(rows) and all(row[i].lstrip("+-")[:1].isdigit() or row[i] in ("", "-") for row in rows)
+        for i in range(len(headers))
     ]
     lines = [
         "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, is_number, strict=True)).rstrip()

@@ -22,12 +22,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from segue.backends import Backend, Forward
+from segue.backends import Backend, Forward, Replayable
 from segue.errors import CaptureError, CaptureOutOfMemory, StrictModeError
 from segue.graph import Call, CaptureGuard, Trace, calling
 from segue.memory.budget import Budget
 from segue.memory.shortage import shortage_text
 from segue.observe.decision import Decision, Decisions, GraphRecord, Reason
+from segue.runners.fitting import record_fitted
 from segue.runners.store import GraphStore
 from segue.shapes.key import Phase, ShapeKey
 
@@ -138,6 +139,8 @@ class Runner(ABC, Generic[B]):
                 absent, _ = self.store.absent.lookup((self.phase,), *live, max_padding=most)
                 reason = reason if absent is None else self.store.why[absent]
             return Decision(None, "disabled", reason, live.tokens, live.tokens)
+        if self.lane.borrowed_bytes:
+            return Decision(None, "disabled", Reason.BORROWED, live.tokens, live.tokens)
         return Decision(key, self.backend.name, None, live.tokens, key.tokens)
 
     def max_padding(self, live: Live) -> float:
@@ -221,14 +224,20 @@ class Runner(ABC, Generic[B]):
 
     def _record(self, key: ShapeKey, trace: Trace, call: Call, loaded_bytes: int, report: CaptureReport) -> None:
         device = self.lane.device
-        try:
+
+        def record() -> Replayable:
             device.make_room()
             with calling(call), device.measure_peak(self.lane.pool) as peak:
                 graph = self.backend.record(key, self.forward(key), trace)
+            graph.record.peak_bytes = peak.nbytes
+            return graph
+
+        try:
+            graph = record_fitted(self.lane, record)
         except CaptureError as error:
             self._failed(key, error, report)
             return
-        graph.record.peak_bytes, graph.record.loaded_bytes = peak.nbytes, max(loaded_bytes, 0)
+        graph.record.loaded_bytes = max(loaded_bytes, 0)
         self.store.add(graph)
         if self.budget is not None and self.budget.is_exceeded:
             self.drop(key, Reason.OVER_BUDGET)
@@ -278,7 +287,7 @@ class Runner(ABC, Generic[B]):
     def evict(self, key: ShapeKey) -> int:
         """Closes one recording, whose calls then run eagerly, and returns the bytes that this gives back. Pool memory is
         shared, and stays."""
-        with self.lane.exclusive():
+        with self.lane.exclusive(is_upkeep=True):
             if key not in self.store:
                 return 0
             freed = self.store.get(key).record.freed_if_evicted
@@ -287,13 +296,13 @@ class Runner(ABC, Generic[B]):
 
     def close_recordings(self) -> None:
         """Closes every recording, so that all can be captured anew. Absent shapes are forgotten with them."""
-        with self.lane.exclusive():
+        with self.lane.exclusive(is_upkeep=True):
             self.store.close()
             self.store.forget_absent()
 
     def close(self) -> None:
         """Closes every recording. The lane stays open."""
-        with self.lane.exclusive():
+        with self.lane.exclusive(is_upkeep=True):
             self.store.close()
 
 

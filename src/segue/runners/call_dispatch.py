@@ -143,7 +143,7 @@ class CallDispatch:
         """Closes every recording and gives their memory back; later calls run eagerly."""
         self.is_closed = True
         for site in list(self.sites.values()):
-            with site.lane.exclusive():
+            with site.lane.exclusive(is_upkeep=True):
                 site.store.close()
             site.lane.close()
         self.sites.clear()

@@ -22,7 +22,7 @@ import torch
 from segue._compat import has_function_modes
 from segue.errors import StrictModeError
 from segue.graph import Call, calling, eager_on_graph
-from segue.graph.guard import CaptureInterrupted, interruption
+from segue.graph.guard import CaptureInterrupted, interruption, is_lent
 from segue.graph.lease import Cut, Lease
 from segue.observe.decision import Reason
 from segue.runners.admission import CHANGED_CONTAINER, Admission, admit, keeps_arguments
@@ -180,6 +180,8 @@ class CallRunner:
             site.store.note_cold(entry)
             if entry.pending is not None:
                 is_due, reason, detail = False, Reason.IN_BACKGROUND, ""
+            elif is_lent():  # what is traced or recorded now would lie in the lent pool
+                is_due, reason, detail = False, Reason.FIRST_SEEN, "called inside Lane.lend()"
             elif entry.wait:
                 entry.wait -= 1
                 is_due, reason, detail = False, entry.reason, entry.detail

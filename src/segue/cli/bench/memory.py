@@ -4,16 +4,23 @@ The question is what graphs really cost. Below the chunk size they come on top o
 from the chunk size on a prefill of any length runs in the pool, and that eager memory is not needed any more. So each
 ceiling starts an engine, runs one prefill of exactly the chunk size, and adds up: what is there all the time, the
 graphs, and what that prefill held on top. All ceilings have the same weights and the same cache.
+
+It adds up twice. A pool is memory that the allocator took and keeps; the eager peak is of tensors, and the allocator took
+more for them and keeps that too (*held*). Tensors say what is needed at once, held bytes what nobody else can have.
+
+On CUDA each engine has a process of its own: the driver keeps memory of graphs that were destroyed and gives it to the
+next ones, so in one process only the first engine's driver bytes are its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import contextlib
 import os
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
+from segue.cli.bench.child import in_child, leave_cuda_alone
 from segue.cli.bench.common import (
     add_model_arguments,
     add_png_argument,
@@ -23,6 +30,7 @@ from segue.cli.bench.common import (
     sizes_of,
     write_results,
 )
+from segue.cli.bench.memory_sweep import Reading, Sweep, context_for
 from segue.cli.output import import_torch, note
 from segue.cli.usage import UsageError, usage
 from segue.observe.memory_plot import draw
@@ -31,32 +39,6 @@ from segue.observe.report import format_bytes, format_table
 HELP = "bytes of graphs, residents and eager peaks, by capture ceiling and by decode rungs"
 _CHUNK = {"cuda": 2048, "cpu": 64}
 _REQUESTS = {"cuda": 64, "cpu": 4}
-_ROOM = 16
-"""tokens of context beyond twice the chunk"""
-
-
-class Reading(NamedTuple):
-    """One engine. Bytes; `ceiling` 0 is the engine without graphs. `resident` are weights, cache and what else stays
-    outside of the graph pools; `peak` is what one prefill (or decode) held on top of all that."""
-
-    ceiling: int
-    graphs: int
-    resident: int
-    pool: int
-    driver: int
-    peak: int
-    seconds: float
-
-    @property
-    def graph_bytes(self) -> int:
-        return self.pool + self.driver
-
-    @property
-    def total(self) -> int:
-        return self.resident + self.graph_bytes + self.peak
-
-    def to_dict(self) -> dict[str, Any]:
-        return self._asdict() | {"graph_bytes": self.graph_bytes, "total": self.total}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-requests", type=int, metavar="N", help="the largest decode rung (64 on cuda)")
     parser.add_argument("--ceilings", metavar="LIST", help="capture ceilings of prefill, such as 64,512,2048")
     parser.add_argument("--prefill", choices=("breakable", "full"), default="breakable", help="backend of prefill graphs")
+    parser.add_argument("--lend", action="store_true", help="lend the idle graph pool to eager passes")
     add_png_argument(parser)
 
 
@@ -75,27 +58,63 @@ def run(options: argparse.Namespace) -> int:
     if any(size is not None and size < 1 for size in (options.chunk_size, options.max_requests)):
         raise UsageError("--chunk-size and --max-requests must be at least 1")
     start = time.perf_counter()
+    leave_cuda_alone()
     import_torch()
-    from segue.llm.config import torch_device
-
-    device = torch_device(options.device)
-    chunk = _CHUNK[device.type] if options.chunk_size is None else options.chunk_size
-    most = _REQUESTS[device.type] if options.max_requests is None else options.max_requests
-    with usage():
-        model = make_model(options, device, max_context=2 * chunk + _ROOM)
-    note(f"{options.shape}: weights after {time.perf_counter() - start:.1f} s on {device}")
-    sweep = _Sweep(model, options, chunk, most)
-    prefill = [sweep.prefill(ceiling) for ceiling in (0, *(asked or default_ceilings(chunk)))]
-    decode = [sweep.decode(rung) for rung in (0, *doubling(most))]
+    kind, machine = in_child(lambda: _machine(options)) if _may_be_cuda(options) else _machine(options)
+    chunk = _CHUNK[kind] if options.chunk_size is None else options.chunk_size
+    most = _REQUESTS[kind] if options.max_requests is None else options.max_requests
+    measure = _measuring(options, kind, chunk, most)
+    prefill = [measure("prefill", ceiling) for ceiling in (0, *(asked or default_ceilings(chunk)))]
+    decode = [measure("decode", rung) for rung in (0, *doubling(most))]
     print(_table(f"prefill of {chunk} tokens, by capture ceiling", "ceiling", prefill))
     print("\n" + _table("one decode step of all requests, by largest rung", "requests", decode))
     result = {
-        "shape": options.shape, "chunk_size": chunk, "max_requests": most, "backend": options.prefill,
-        "machine": describe_machine(device), "seconds": time.perf_counter() - start,
+        "shape": options.shape, "chunk_size": chunk, "max_requests": most, "backend": options.prefill, "lend": options.lend,
+        "machine": machine, "seconds": time.perf_counter() - start,
         "prefill": [reading.to_dict() for reading in prefill], "decode": [reading.to_dict() for reading in decode],
     }  # fmt: skip
     write_results(options, result, draw)
     return 0
+
+
+def _may_be_cuda(options: argparse.Namespace) -> bool:
+    """Imports what children will need, once for all of them, and finds out no more than can be without CUDA."""
+    import torch
+
+    import segue.llm  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
+    return options.device != "cpu" and torch.backends.cuda.is_built()
+
+
+def _machine(options: argparse.Namespace) -> tuple[str, dict[str, str | None]]:
+    from segue.llm.config import torch_device
+
+    device = torch_device(options.device)
+    return device.type, describe_machine(device)
+
+
+def _measuring(options: argparse.Namespace, kind: str, chunk: int, most: int) -> Callable[[str, int], Reading]:
+    """The function that measures one engine of a phase: in this process, or on CUDA in one of its own."""
+
+    def sweep() -> Sweep:
+        from segue.llm.config import torch_device
+
+        start = time.perf_counter()
+        device = torch_device(options.device)
+        with usage():
+            model = make_model(options, device, max_context=context_for(chunk))
+        note(f"{options.shape}: weights after {time.perf_counter() - start:.1f} s on {device}")
+        return Sweep(model, options, chunk, most)
+
+    def run(made: Sweep, phase: str, size: int) -> Reading:
+        return made.prefill(size) if phase == "prefill" else made.decode(size)
+
+    if kind == "cuda":
+        return lambda phase, size: in_child(lambda: run(sweep(), phase, size))
+    made = sweep()
+    return lambda phase, size: run(made, phase, size)
 
 
 def default_ceilings(chunk: int) -> tuple[int, ...]:
@@ -115,90 +134,36 @@ def doubling(most: int) -> tuple[int, ...]:
     return tuple(sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}))
 
 
-class _Sweep:
-    """Engines one after another over one model, all with the same cache."""
-
-    def __init__(self, model: Any, options: argparse.Namespace, chunk: int, most: int) -> None:
-        from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
-
-        self._model, self._options = model, options
-        self._chunk, self._most = chunk, most
-        self._context = min(2 * chunk + _ROOM, model.config.get_text_config().max_position_embeddings)
-        if chunk >= self._context:
-            raise UsageError(
-                f"--chunk-size is {chunk}, and the shape's context holds {self._context} tokens with the output"
-            )
-        self._pages = NUM_RESERVED_PAGES + pages_for(self._context) + 2 * most
-
-    def prefill(self, ceiling: int) -> Reading:
-        from segue.config import GraphConfig, PhaseConfig
-
-        phase = PhaseConfig(backend=self._options.prefill if ceiling else "disabled", max_size=ceiling or None)
-        graphs = GraphConfig(prefill=phase, decode="disabled")
-        prompts = [[token % 97 for token in range(self._chunk)]]
-        return self._measure(graphs, ceiling, max(self._chunk, ceiling), prompts, num_tokens=1)
-
-    def decode(self, rung: int) -> Reading:
-        from segue.config import GraphConfig, PhaseConfig
-
-        phase = PhaseConfig(backend="full" if rung else "disabled", max_size=rung or None)
-        graphs = GraphConfig(prefill="disabled", decode=phase)
-        return self._measure(graphs, rung, self._chunk, [[token % 97] for token in range(self._most)], num_tokens=3)
-
-    def _measure(self, graphs: Any, ceiling: int, chunk: int, prompts: list[list[int]], num_tokens: int) -> Reading:
-        from segue.llm import Engine, EngineConfig, SamplingParams
-
-        start = time.perf_counter()
-        config = EngineConfig(
-            device=self._options.device, attention=self._options.attention, graphs=graphs, chunk_size=chunk,
-            max_requests=self._most, max_context=self._context, num_pages=self._pages,
-        )  # fmt: skip
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        with Engine(self._model, config) as engine:
-            seconds = time.perf_counter() - start
-            engine.generate(prompts, params)  # first calls load kernels and make workspaces
-            names = [engine.add_request(prompt, params) for prompt in prompts]
-            decoded = engine.stats()["steps"]["decode"]
-            while num_tokens > 1 and engine.stats()["steps"]["decode"] == decoded:  # the next step is one of decoding
-                engine.step()
-            ledger, device = engine.ledger(), engine.device
-            device.flush()
-            resident = _outside(engine, ledger.pool_bytes)
-            with device.measure_peak() as peak:
-                engine.step()
-            for name in names:
-                engine.abort(name)
-        gc.collect()
-        device.flush()
-        note(f"  {ceiling or 'no graphs'}: {seconds:.1f} s")
-        num_graphs = len(ledger.graphs)
-        return Reading(ceiling, num_graphs, resident, ledger.pool_bytes, ledger.driver_bytes, peak.nbytes, seconds)
-
-
-def _outside(engine: Any, pool_bytes: int) -> int:
-    """Bytes of tensors that stay, outside of the graph pools: as the allocator says on CUDA, counted on cpu."""
-    if engine.device.kind == "cuda":
-        return int(engine.device.memory().allocated)
-    model = engine.model
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.nbytes for t in tensors.values()) + engine.cache.nbytes + sum(r.static_bytes for r in engine.runners)
-
-
 def _table(title: str, name: str, readings: list[Reading]) -> str:
     base = readings[0]
-    headers = [name, "graphs", "resident", "graph pool", "driver", "eager peak", "in all", "against no graphs", "start s"]
+    has_mixed = base.mixed is not None
+    headers = [
+        name,
+        "graphs",
+        "resident",
+        "pool",
+        "driver",
+        "eager peak",
+        "in all",
+        "+/-",
+        "eager held",
+        "held in all",
+        "+/-",
+    ]
     rows = [
         [
             str(r.ceiling) if r.ceiling else "none",
             str(r.graphs),
-            format_bytes(r.resident),
-            format_bytes(r.pool),
-            format_bytes(r.driver),
-            format_bytes(r.peak),
-            format_bytes(r.total),
-            "" if r is base else ("+" if r.total >= base.total else "-") + format_bytes(abs(r.total - base.total)),
-            f"{r.seconds:.1f}",
+            *map(format_bytes, (r.resident, r.pool, r.driver, r.peak, r.total)),
+            "" if r is base else _signed(r.total - base.total),
+            *map(format_bytes, (r.held, r.held_total)),
+            "" if r is base else _signed(r.held_total - base.held_total),
+            *([format_bytes(r.mixed or 0)] if has_mixed else []),
         ]
         for r in readings
     ]
-    return f"{title}\n{format_table(headers, rows)}"
+    return f"{title}; +/-: against no graphs\n{format_table([*headers, *(['mixed held'] if has_mixed else [])], rows)}"
+
+
+def _signed(nbytes: int) -> str:
+    return ("+" if nbytes >= 0 else "-") + format_bytes(abs(nbytes))

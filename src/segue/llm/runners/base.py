@@ -69,10 +69,14 @@ class BatchRunner(Runner[HostBatch]):
         *,
         variants: Sequence[str] = (),
         strict: bool = False,
+        lends: bool = False,
     ) -> None:
-        """`variants` are recorded besides the one that takes the likeliest tokens."""
+        """`variants` are recorded besides the one that takes the likeliest tokens. With `lends`, eager passes run in the
+        lane's pool."""
         super().__init__(settings, backend, strict=strict)
         self.variants = (*sorted(set(variants), reverse=True), "")  # of equal shapes the largest is recorded first
+        self.lends = lends
+        self._has_run_eagerly = False
         self._model = model
         self._attention = attention
         self.limits = limits
@@ -142,7 +146,21 @@ class BatchRunner(Runner[HostBatch]):
         return StepOutput(live.logits, chosen(live.logits, held))
 
     def run_eagerly(self, batch: HostBatch) -> StepOutput:
-        return self.run_on(to_device(batch, self._device)).first(batch.num_requests)
+        inputs = to_device(batch, self._device)  # reads what an earlier replay may have left in the pool
+        if not self._can_lend():
+            return self.run_on(inputs).first(batch.num_requests)
+        with self.lane.lend() as loan:
+            return loan.keep(self.run_on(inputs).first(batch.num_requests))
+
+    def prepare_to_lend(self) -> None:
+        """Runs a small batch without a loan: what an eager pass makes once and keeps must not lie in the pool."""
+        if self.lends:
+            with self.lane.device.on_stream(self.lane.stream):
+                self.run_on(to_device(dummy_batch(1, 1, longest=self.limits.max_context), self._device))
+            self._has_run_eagerly = True
+
+    def _can_lend(self) -> bool:
+        return self._has_run_eagerly and self.lane.num_graphs > 0 and not self.lane.borrowed_bytes
 
     def run_padded_eagerly(self, batch: HostBatch, key: ShapeKey) -> StepOutput:
         """The batch padded to `key` exactly as a replay sees it, but run eagerly: the oracle for replays."""
