@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from segue import config as c
 from segue.graph import calling
@@ -15,7 +16,7 @@ from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.bench.decode import decode_batch
 from segue.llm.bench.prefill import prefill_batch
 from segue.llm.kernels import reference
-from segue.llm.moe import choose_experts
+from segue.llm.moe import FEW_ROWS, choose_experts
 
 pytest.importorskip("transformers")
 from llm_support import assert_same_text, greedy, prompt_of, tiny_model
@@ -34,7 +35,7 @@ def engine_of(model: Any, decode: str, prefill: str, **changes: Any) -> Engine:
     return Engine(model, EngineConfig(device="cpu", graphs=graphs, **sizes))
 
 
-@pytest.mark.parametrize("experts", ["segue", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("experts", ["segue", "grouped_mm", "batched_mm", "by_rows"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("decode", "prefill"), [("full", "breakable"), ("breakable", "full")])
 def test_experts_in_graphs_write_the_text_of_transformers(family: str, experts: str, decode: str, prefill: str) -> None:
@@ -48,8 +49,9 @@ def test_experts_in_graphs_write_the_text_of_transformers(family: str, experts: 
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CHOICES = [
-    ("Qwen3Moe", BF16, (9, 0), "grouped_mm", "reads nothing on the host here"),
-    ("Mixtral", BF16, (10, 3), "grouped_mm", "reads nothing on the host here"),
+    ("Qwen3Moe", BF16, (9, 0), "by_rows", "up to 64 rows, torch's grouped product beyond"),
+    ("Mixtral", BF16, (10, 3), "by_rows", "up to 64 rows"),
+    ("GptOss", BF16, (9, 0), "grouped_mm", "reads nothing on the host here"),
     ("Qwen3Moe", FP16, (9, 0), "segue", "reads on the host with float16 on compute capability 9.0"),
     ("Mixtral", BF16, (8, 0), "segue", "reads on the host with bfloat16 on compute capability 8.0"),
     ("GptOss", BF16, (8, 9), "batched_mm", "they have biases"),
@@ -69,6 +71,24 @@ def test_the_choice_follows_what_torch_s_grouped_product_can(
     assert choose_experts(tiny_model("Llama"), "auto", capability) is None
 
 
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+def test_by_rows_takes_ours_for_few(rows: int) -> None:
+    model, seen = tiny_model("Qwen3Moe"), []
+    choose_experts(model, "by_rows", None)
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(1, rows, 32)
+    with torch.no_grad(), Names():
+        got = model.model.layers[0].mlp(x)
+    assert ("segue::experts_up" in seen) == (rows <= FEW_ROWS)
+    model.set_experts_implementation("eager")
+    torch.testing.assert_close(got, model.model.layers[0].mlp(x))
+
+
 def test_what_cannot_run_experts_is_refused() -> None:
     with pytest.raises(c.ConfigError, match="experts is 'fast'; it must be one of auto, grouped_mm"):
         engine_of(tiny_model("Mixtral"), "full", "breakable", experts="fast")
@@ -79,7 +99,7 @@ def test_what_cannot_run_experts_is_refused() -> None:
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
 def test_nothing_depends_on_the_routing_but_in_the_loop_over_experts(family: str) -> None:
     """On fake tensors, which hold no values: what asks for one, or makes a shape of one, raises."""
-    for name in ("segue", "grouped_mm", "batched_mm", "eager"):
+    for name in ("segue", "grouped_mm", "batched_mm", "by_rows", "eager"):
         model = tiny_model(family).to(BF16)
         choose_experts(model, "segue", None)
         model.set_experts_implementation(name)

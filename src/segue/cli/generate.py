@@ -19,7 +19,7 @@ from segue.llm.arguments import check_text
 HELP = "generate text from a checkpoint, and show which graphs did it"
 
 _ATTENTION = ("auto", "torch_sdpa", "triton", "flashinfer", "fa4")
-_EXPERTS = ("auto", "grouped_mm", "batched_mm", "segue")
+_EXPERTS = ("auto", "grouped_mm", "batched_mm", "segue", "by_rows")
 _DECODE = ("auto", "full", "breakable", "tc_piecewise", "disabled")
 _PREFILL = ("auto", "breakable", "full", "tc_piecewise", "disabled")
 
