@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
@@ -94,30 +94,50 @@ def tensor_handle(tensor: torch.Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def tensor_layout() -> tuple[int, int, int, int] | None:
-    """At which byte a tensor's object holds its C++ tensor, that its storage and its offset, and a storage its address; None
-    where they are not found, or objects move between threads (CPython without a GIL)."""
+def tensor_layout() -> TensorLayout | None:
+    """None where the places are not found, or objects move between threads (CPython without a GIL)."""
     if not _has_gil():
         return None
-    offset = 12_345
+    offset, size, stride = 12_345, (3, 7), (71, 10)
     with torch.inference_mode(False):
-        tensor = torch.empty(1 << 15, dtype=torch.uint8, device="cpu")[offset : offset + 2]
+        tensor = torch.empty(1 << 15, dtype=torch.uint8, device="cpu").as_strided(size, stride, offset)
     storage = tensor.untyped_storage()
     found = (
-        _find(id(tensor), type(tensor).__basicsize__, tensor._cdata),
-        _find(tensor._cdata, 80, storage._cdata),
-        _find(tensor._cdata, 168, offset),
-        _find(storage._cdata, 40, storage.data_ptr()),
+        _find(id(tensor), type(tensor).__basicsize__, [tensor._cdata]),
+        _find(tensor._cdata, 80, [storage._cdata]),
+        _find(tensor._cdata, 168, [offset]),
+        _find(tensor._cdata, 168, [2, *size, *[None] * (MOST_INLINE - 2), *stride]),
+        _find(storage._cdata, 40, [storage.data_ptr()]),
     )
-    return None if None in found else found  # type: ignore[return-value]
+    return None if None in found else TensorLayout(*found)  # type: ignore[arg-type]
+
+
+class TensorLayout(NamedTuple):
+    """At which byte a tensor's object holds its C++ tensor; that one its storage, its offset, and its shape (the number of
+    dimensions, then five sizes and five strides, or a pointer where there are more); and a storage its address."""
+
+    cell: int
+    storage: int
+    offset: int
+    shape: int
+    data: int
+
+
+MOST_INLINE = 5
+"""dimensions whose sizes and strides a C++ tensor holds itself"""
 
 
 def _has_gil() -> bool:
     return getattr(sys, "_is_gil_enabled", lambda: True)() and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
-def _find(start: int, nbytes: int, value: int) -> int | None:
-    return next((8 * i for i, word in enumerate(_words(start, nbytes)) if i and word == value), None)
+def _find(start: int, nbytes: int, values: list[int | None]) -> int | None:
+    """Where these words stand one after the other, None being any."""
+    words = _words(start, nbytes)
+    for at in range(1, len(words) - len(values) + 1):
+        if all(value in (None, word) for word, value in zip(words[at:], values)):
+            return 8 * at
+    return None
 
 
 def _words(start: int, nbytes: int) -> list[int]:

@@ -420,7 +420,19 @@ def _transposed(model: torch.nn.Module) -> None:
     model.get_submodule("square").weight = torch.nn.Parameter(model.get_submodule("square").weight.t())
 
 
-REBINDINGS = [_load_assign, _data, _new_parameter, _there_and_back, _contiguous, _replaced_module, _transposed]
+def _transposed_in_place(model: torch.nn.Module) -> None:
+    model.get_submodule("square").weight.t_()
+
+
+def _transposed_view(model: torch.nn.Module) -> None:
+    weight = model.get_submodule("square").weight
+    weight.data = weight.data.t()
+
+
+REBINDINGS = [
+    _load_assign, _data, _new_parameter, _there_and_back, _contiguous, _replaced_module, _transposed, _transposed_in_place,
+    _transposed_view,
+]  # fmt: skip
 
 
 class Scaled(torch.nn.Sequential):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.modules.module import register_module_forward_hook
 
-from segue._compat import _change, _is_other_each_time, dict_tag, storage_handle
+from segue._compat import MOST_INLINE, _change, _is_other_each_time, dict_tag, storage_handle
 from segue.graph.audit import Audit, Bindings
 from segue.graph.reach import Reach
 from segue.graph.words import Watch
@@ -154,6 +154,27 @@ def _data(model: Any) -> Iterator[None]:
     weight.data = before
 
 
+def _turned(model: Any) -> Iterator[None]:
+    model[5].linear.weight.t_()
+    yield
+    model[5].linear.weight.t_()
+
+
+def _data_in_another_layout(model: Any) -> Iterator[None]:
+    weight = model[5].linear.weight
+    weight.data = weight.data.t()
+    yield
+    weight.data = weight.data.t()
+
+
+def _other_shape(model: Any) -> Iterator[None]:
+    bias = model[5].linear.bias
+    bias.data.resize_(1)
+    bias.data = bias.data.resize_(1)
+    yield
+    bias.data = bias.data.resize_(2)
+
+
 def _swapped(model: Any) -> Iterator[None]:
     weight, other = model[5].linear.weight, torch.nn.Parameter(torch.randn(2, 2))
     torch.utils.swap_tensors(weight, other)
@@ -181,8 +202,8 @@ def _first_buffer(model: Any) -> Iterator[None]:
 
 CHANGES = [
     _forward_hook, _forward_pre_hook, _hook_of_all, _new_attribute, _own_forward, _deleted_buffer, _other_buffer, _training,
-    _set_parameter, _parameter_in_its_table, _no_bias, _assigned_state, _data, _swapped, _child, _one_more_child,
-    _first_buffer,
+    _set_parameter, _parameter_in_its_table, _no_bias, _assigned_state, _data, _turned, _data_in_another_layout,
+    _other_shape, _swapped, _child, _one_more_child, _first_buffer,
 ]  # fmt: skip
 
 
@@ -264,6 +285,19 @@ def test_few_tensors_and_dicts_are_asked_one_by_one() -> None:
     assert watch.hold(lambda: True) and not watch.hold(lambda: False)
 
 
+@pytest.mark.parametrize("dimensions", range(7))
+@pytest.mark.parametrize("count", [1, 20])
+def test_another_layout_of_the_same_memory_is_noticed(dimensions: int, count: int) -> None:
+    tensors = [torch.randn((2, 3, 2, 2, 3, 2)[:dimensions]) for _ in range(count)]
+    watch = Watch(tensors, [])
+    assert watch.hold(lambda: True)
+    last = tensors[-1]
+    last.data = last.data[None] if dimensions < 2 else last.data.transpose(0, 1)
+    assert not watch.hold(lambda: True) or (dimensions > MOST_INLINE and watch.sees_tensors)
+    last.data = last.data[0] if dimensions < 2 else last.data.transpose(0, 1)
+    assert watch.hold(lambda: True)
+
+
 def test_bindings_without_modules_hold() -> None:
     assert Bindings([], [], []).hold()
 
@@ -341,6 +375,9 @@ class Changed:
 
     def data_back(self, at: int) -> None:
         self.before[at]["weight"].data = self.data[at]
+
+    def turn(self, at: int) -> None:
+        self.before[at]["weight"].t_()
 
     def swap(self, at: int) -> None:
         torch.utils.swap_tensors(self.before[at]["weight"], torch.nn.Parameter(torch.randn(2, 2)))

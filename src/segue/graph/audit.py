@@ -11,7 +11,7 @@ C's: whole tables as dicts (identical values are told by identity, at once), tha
 whose values differ fall through to `Tensor.__eq__`, which raises or says something; both mean *changed*, except for tensors
 of one element, which are therefore compared by identity apart.
 
-Not seen: `.data =` with the same memory in another layout, and tensors that `graph.reach` does not find.
+Not seen: another order of more than five dimensions over the same memory, and tensors that `graph.reach` does not find.
 """
 
 from __future__ import annotations

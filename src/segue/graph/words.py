@@ -1,9 +1,10 @@
 """Are tensors still where they were, and dicts as they were? Asked before each replay, of some hundred parameters in some
 hundred modules, each of which has its tables of parameters, buffers, children and hooks, and its attributes.
 
-One by one, in loops of C's, that costs 70 ns a tensor and 20 ns a dict. But what would tell are words in this process's
-memory: which C++ tensor each Python object holds, that one's storage and offset, where each storage lies, and of each dict
-the version that the interpreter gives it, another one at every change. So those are read at once, by a gather.
+One by one, in loops of C's, that costs 70 ns a tensor and 20 ns a dict, and shapes cost more. But what would tell are words
+in this process's memory: which C++ tensor each Python object holds, that one's storage, offset, sizes and strides, where
+each storage lies, and of each dict the version that the interpreter gives it, another one at every change. So those are
+read at once, by a gather.
 
 The hard part is that all that is read must be there. Python objects and dicts are held. A C++ tensor lives while its object
 holds it, so a first gather reads which one that is, and only if it is unchanged a second one reads the C++ tensors. (A weak
@@ -25,9 +26,18 @@ from typing import Any
 
 import torch
 
-from segue._compat import dict_tag, storage_handle, storage_weakref, tensor_at, tensor_handle, tensor_layout
+from segue._compat import (
+    MOST_INLINE,
+    TensorLayout,
+    dict_tag,
+    storage_handle,
+    storage_weakref,
+    tensor_at,
+    tensor_handle,
+    tensor_layout,
+)
 
-_TENSORS_FROM = 12
+_TENSORS_FROM = 6
 _DICTS_FROM = 16
 """fewer are asked one by one"""
 
@@ -39,10 +49,10 @@ class Watch:
     def __init__(self, tensors: list[torch.Tensor], dicts: Sequence[dict[Any, Any]], *, at_once: bool = True) -> None:
         """Without `at_once` nothing is gathered."""
         self._tensors, self._dicts = tensors, list(dicts)
-        self._addresses = [t.data_ptr() for t in tensors]
+        self._places = _places(tensors)
         self._storages = [storage_weakref(t) for t in tensors]
         layout = tensor_layout() if at_once and len(tensors) >= _TENSORS_FROM else None
-        cells, places, expected = ([], [], []) if layout is None else _tensor_words(tensors, *layout)
+        cells, places, expected = ([], [], []) if layout is None else _tensor_words(tensors, layout)
         tag = dict_tag() if at_once and len(dicts) >= _DICTS_FROM and all([_is_plain(d) for d in dicts]) else None
         self.sees_dicts = tag is not None
         """whether a dict that nothing has changed since need not be compared"""
@@ -59,7 +69,7 @@ class Watch:
         asked where a dict was changed, or may have been; what it raises is raised."""
         first, second = self._first, self._second
         if first is None:
-            return are_equal() and list(map(_data_ptr, self._tensors)) == self._addresses
+            return are_equal() and _places(self._tensors) == self._places
         before = first.seen
         _gather(first.memory, 0, first.index, out=first.now)
         if first.buffer != before:
@@ -70,12 +80,16 @@ class Watch:
         elif not self.sees_dicts and not are_equal():
             return False
         if second is None:
-            return list(map(_data_ptr, self._tensors)) == self._addresses
+            return _places(self._tensors) == self._places
         _gather(second.memory, 0, second.index, out=second.now)
         return second.buffer == second.seen
 
 
-_data_ptr, _gather = torch.Tensor.data_ptr, torch.index_select
+_gather = torch.index_select
+
+
+def _places(tensors: list[torch.Tensor]) -> list[Any]:
+    return [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
 
 
 class _Words:
@@ -94,18 +108,21 @@ class _Words:
         self.seen = bytes(self.buffer)
 
 
-def _tensor_words(
-    tensors: list[torch.Tensor], cell: int, storage: int, offset: int, data: int
-) -> tuple[list[int], list[int], list[int]]:
-    """Where each object holds its C++ tensor; where those hold their storages and offsets, and storages their addresses; and
-    what must stand in the latter. Nothing, where an object does not hold its own as expected."""
-    handles, stores = [tensor_handle(t) for t in tensors], [storage_handle(t) for t in tensors]
-    cells = [id(t) + cell for t in tensors]
-    if _Words(cells).seen != _as_bytes(handles):
+def _tensor_words(tensors: list[torch.Tensor], layout: TensorLayout) -> tuple[list[int], list[int], list[int]]:
+    """Where each object holds its C++ tensor; where those hold their storages, offsets and shapes, and storages their
+    addresses; and what must stand in the latter. Nothing, where an object does not hold its own as expected."""
+    cells = [id(t) + layout.cell for t in tensors]
+    if _Words(cells).seen != _as_bytes([tensor_handle(t) for t in tensors]):
         return [], [], []
-    places = [h + storage for h in handles] + [h + offset for h in handles] + [s + data for s in stores]
-    starts = [t.untyped_storage().data_ptr() for t in tensors]
-    return cells, places, stores + [int(t.storage_offset()) for t in tensors] + starts
+    words: dict[int, int] = {}
+    for tensor in tensors:
+        handle, store, shape = tensor_handle(tensor), storage_handle(tensor), tensor_handle(tensor) + layout.shape
+        words[handle + layout.storage], words[handle + layout.offset] = store, int(tensor.storage_offset())
+        words[store + layout.data], words[shape] = tensor.untyped_storage().data_ptr(), tensor.dim()
+        if tensor.dim() <= MOST_INLINE:
+            words.update({shape + 8 * (1 + i): n for i, n in enumerate(tensor.shape)})
+            words.update({shape + 8 * (1 + MOST_INLINE + i): n for i, n in enumerate(tensor.stride())})
+    return cells, list(words), list(words.values())
 
 
 def _as_bytes(words: list[int]) -> bytes:
