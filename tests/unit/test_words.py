@@ -221,6 +221,18 @@ def test_each_kind_of_change_is_noticed_and_taken_back(change: Callable[[Any], I
     assert audit.holds()
 
 
+@pytest.mark.skipif(not HAS_TAGS, reason="seen where dicts have versions")
+@pytest.mark.parametrize("name", ["_parameters", "_buffers", "_modules", "_forward_hooks"])
+def test_another_table_in_a_module_s_place_is_noticed(name: str) -> None:
+    model = _model()
+    audit = _audit(model, "read")
+    before = vars(model[5])[name]
+    setattr(model[5], name, type(before)(before))
+    assert not audit.holds()
+    setattr(model[5], name, before)
+    assert audit.holds()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_change_that_no_recording_minds_holds(way: str) -> None:
     model = _model()

@@ -55,9 +55,10 @@ class Bindings:
     ) -> None:
         """`spaces` are attributes of modules and other objects, `trained` modules that compute otherwise while they train.
         Holds `tensors` alive. Without `at_once` everything is compared each time."""
-        tables = [vars(m)[name] for m in modules for name in (*_TABLES, *HOOKS) if name in vars(m)] + global_hooks()
+        self._owned = [(vars(m), name, vars(m)[name]) for m in modules for name in (*_TABLES, *HOOKS) if name in vars(m)]
+        tables = [table for _, _, table in self._owned] + global_hooks()
         self._flag_holders = [vars(m) for m in trained]
-        dicts = {id(d): d for d in (*tables, *spaces, *self._flag_holders)}
+        dicts = {id(d): d for d in (*tables, *[space for space, _, _ in self._owned], *spaces, *self._flag_holders)}
         self._watch = Watch(tensors, list(dicts.values()), at_once=at_once)  # before what it spares is read
         self._tables = [table for table in tables if table]
         self._snapshots = [dict(table) for table in self._tables]
@@ -82,6 +83,9 @@ class Bindings:
             and [space["forward"] for space in self._replaced] == self._forwards
             and all([table[name] is value for table, name, value in self._single])  # they compare to a plain truth value
             and list(map(_training, self._flag_holders)) == self._flags
+            and (
+                not self._watch.sees_dicts or all([space[name] is table for space, name, table in self._owned])
+            )  # too dear else
         )
 
 
