@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ def attention_is_registered() -> None:
 
     if ATTENTION not in AttentionInterface().valid_keys():
         AttentionInterface.register(ATTENTION, plain_attention)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_arrive() -> None:
+    """Also where the tests were started in the background of a shell, which ignores interrupts; children inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
