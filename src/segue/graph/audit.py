@@ -16,7 +16,7 @@ Not seen: another order of more than five dimensions over the same memory, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import getitem, is_, itemgetter
 from typing import Any
 
@@ -46,26 +46,32 @@ class Bindings:
 
     def __init__(
         self,
-        modules: Iterable[torch.nn.Module],
+        modules: Sequence[torch.nn.Module],
         spaces: list[dict[str, Any]],
         tensors: list[torch.Tensor],
         trained: Iterable[torch.nn.Module] = (),
         *,
+        compares_attributes: bool = False,
         at_once: bool = True,
     ) -> None:
         """`spaces` are attributes of modules and other objects, `trained` modules that compute otherwise while they train.
-        Holds `tensors` alive. Without `at_once` everything is compared each time."""
-        self._owned = [(vars(m), name, vars(m)[name]) for m in modules for name in (*_TABLES, *HOOKS) if name in vars(m)]
-        tables = [table for _, _, table in self._owned] + global_hooks()
-        self._flag_holders = [vars(m) for m in trained]
-        dicts = {id(d): d for d in (*tables, *[space for space, _, _ in self._owned], *spaces, *self._flag_holders)}
-        self._watch = Watch(tensors, list(dicts.values()), at_once=at_once)  # before what it spares is read
+        With `compares_attributes` what attributes hold counts too, but for another number or text, where that costs nothing
+        (where dicts have versions). Holds `modules` and `tensors` alive. Without `at_once` all is compared each time."""
+        owned = [(name, vars(m)[name]) for m in modules for name in (*_TABLES, *HOOKS) if name in vars(m)]
+        owned += [(HOOKS[0], table) for table in global_hooks()]
+        tables = [table for _, table in owned]
+        attributes = [vars(m) for m in modules]
+        self._flag_holders = [vars(m) for m in trained if "training" in vars(m)]
+        dicts = {id(d): d for d in (*tables, *attributes, *spaces, *self._flag_holders)}
+        self._watch = Watch(tensors, list(dicts.values()), modules, at_once=at_once)  # before what it spares is read
+        self._attributes = [(space, dict(space)) for space in attributes]
+        self._compares_attributes = compares_attributes
+        self._ordered = [table for name, table in owned if name not in ("_parameters", "_buffers") and len(table) > 1]
+        self._orders = list(map(list, self._ordered))
         self._tables = [table for table in tables if table]
         self._snapshots = [dict(table) for table in self._tables]
         self._empty = [table for table in tables if not table]
-        self._single = [
-            (t, k, v) for t in self._tables for k, v in t.items() if isinstance(v, torch.Tensor) and v.numel() == 1
-        ]
+        self._single = [(t, k, v) for t in self._tables for k, v in t.items() if not _is_told_by_equality(v)]
         self._spaces, self._sizes = spaces, list(map(len, spaces))
         self._replaced = [space for space in spaces if "forward" in space]
         self._forwards = [space["forward"] for space in self._replaced]
@@ -81,12 +87,21 @@ class Bindings:
             and not any(self._empty)
             and list(map(len, self._spaces)) == self._sizes
             and [space["forward"] for space in self._replaced] == self._forwards
-            and all([table[name] is value for table, name, value in self._single])  # they compare to a plain truth value
+            and all([table[name] is value for table, name, value in self._single])
+            and list(map(list, self._ordered)) == self._orders
             and list(map(_training, self._flag_holders)) == self._flags
-            and (
-                not self._watch.sees_dicts or all([space[name] is table for space, name, table in self._owned])
-            )  # too dear else
+            and (not self._watch.sees_dicts or self._are_attributes_alike())  # too dear otherwise
         )
+
+    def _are_attributes_alike(self) -> bool:
+        for space, before in self._attributes:
+            if any([space.get(name) is not before.get(name) for name in (*_TABLES, *HOOKS)]):  # another table
+                return False
+            if space.keys() != before.keys():
+                return False
+            if self._compares_attributes and not all([_is_alike(space[name], value) for name, value in before.items()]):
+                return False
+        return True
 
 
 class Audit:
@@ -94,7 +109,7 @@ class Audit:
 
     def __init__(self, reach: Reach, externals: dict[int, torch.Tensor], *, at_once: bool = True) -> None:
         """`externals` are the outside tensors that the recording reads, by storage handle; `at_once` as in `Bindings`."""
-        tables = [vars(m)[name] for m in reach.modules for name in _TABLES]
+        tables = [vars(m)[name] for m in reach.modules for name in _TABLES if name in vars(m)]
         bound = [t for table in tables for t in table.values() if isinstance(t, torch.Tensor)]
         tensors = {id(t): t for t in bound if _is_read(t, externals)}
         wanted = {i for parent in reach.module_parents for i in reach.path(parent)}
@@ -112,8 +127,11 @@ class Audit:
         self._scalar_holders, self._scalar_keys, values = _columns([reach.links[i][:3] for i in scalars])
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
         self._tensors = [t for t in tensors.values() if t.layout is torch.strided]
-        trained = [m for m in reach.modules if type(m) not in _INDIFFERENT]
-        self._bindings = Bindings(reach.modules, reach.spaces, self._tensors, trained, at_once=at_once)
+        trained = [m for m in reach.modules if type(m) not in _INDIFFERENT or any([vars(m).get(name) for name in HOOKS])]
+        self._lists, self._lengths = reach.lists, list(map(len, reach.lists))
+        self._bindings = Bindings(
+            reach.modules, reach.spaces, self._tensors, trained, compares_attributes=True, at_once=at_once
+        )
 
     def holds(self) -> bool:
         """Whether everything is where it was."""
@@ -122,6 +140,7 @@ class Audit:
                 self._bindings.hold()
                 and (not self._keys or all(map(is_, map(getitem, self._containers, self._keys), self._values)))
                 and (not self._scalars or self._are_scalars_equal())
+                and (not self._lists or list(map(len, self._lists)) == self._lengths)
             )
         except (RuntimeError, LookupError, TypeError, ValueError):  # an entry is gone, or two tensors could not be compared
             return False
@@ -132,6 +151,18 @@ class Audit:
     def requires_grad(self) -> bool:
         """Whether a tensor of the callable now requires grad."""
         return any([t.requires_grad for t in self._tensors])
+
+
+def _is_told_by_equality(value: Any) -> bool:
+    """Whether another value is never equal, or cannot be compared: most modules and functions, tensors of several items."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() != 1
+    equality: Any = type(value).__eq__
+    return value is None or equality is object.__eq__
+
+
+def _is_alike(value: Any, before: Any) -> bool:
+    return value is before or (type(value) is type(before) and isinstance(before, _SCALARS))
 
 
 def global_hooks() -> list[dict[int, Any]]:

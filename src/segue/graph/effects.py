@@ -41,7 +41,9 @@ class HostState:
                 self._note_address(link.value)
         for module in reach.modules:
             for name in _TABLES:
-                table = vars(module)[name]
+                table = vars(module).get(name)
+                if table is None:  # TorchScript keeps them elsewhere
+                    continue
                 containers.setdefault(id(table), (table, type(module).__name__))
                 for value in table.values():
                     if isinstance(value, torch.Tensor):

@@ -69,6 +69,8 @@ class Reach:
         self.links: list[Link] = []
         self.spaces: list[dict[str, Any]] = []
         """the attributes of each module, and of the callable's own object"""
+        self.lists: list[list[Any]] = []
+        """lists of the callable's own that are empty, or hold tensors or modules: one more item is another model"""
         self._seen: set[int] = set()
         self._queue: deque[tuple[Any, int, int | None, str]] = deque([(root, 0, None, "")])
         while self._queue and len(self.links) < _MAX_LINKS:
@@ -103,7 +105,10 @@ class Reach:
                 self._follow(part, depth, parent, label)
         elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:  # others may make items when asked
             self._visit_items(value, value, depth, parent, label)
-        elif isinstance(value, (list, tuple)):  # a tuple's items cannot change, but the way to them can
+        elif isinstance(value, (list, tuple)):
+            if depth == 1 and isinstance(value, list) and all(isinstance(v, (torch.Tensor, torch.nn.Module)) for v in value):
+                self.lists.append(value)
+            # a tuple's items cannot change, but the way to them can
             self._visit_items(value, dict(enumerate(value[:_MAX_ITEMS])), depth, parent, label)
         elif isinstance(value, (set, frozenset)):
             for item in tuple(value)[:_MAX_ITEMS]:
@@ -138,7 +143,7 @@ class Reach:
             self._seen.add(id(base))
             for name, value in list(vars(base).items()):
                 if isinstance(value, FunctionType):
-                    self._follow(value, max(depth, 1), parent, name)
+                    self._follow(value, depth if name == "forward" else max(depth, 1), parent, name)
                 elif isinstance(value, torch.Tensor):
                     self._link(vars(base), name, value, max(depth, 1), parent, f"{base.__name__}.{name}")
 
@@ -165,7 +170,9 @@ class Reach:
                 self._link(container, key, value, depth, parent, f"{label}.{key}" if label else str(key))
 
     def _link(self, container: Any, key: Any, value: Any, depth: int, parent: int | None, label: str) -> None:
-        if isinstance(value, _OPAQUE):
+        if isinstance(value, _OPAQUE):  # compared where it is near, and not followed
+            if depth == 0:
+                self.links.append(Link(container, key, value, parent, label, True))
             return
         self.links.append(Link(container, key, value, parent, label, depth == 0))
         self._queue.append((value, depth + 1, len(self.links) - 1, label))

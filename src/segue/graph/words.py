@@ -14,7 +14,7 @@ which say that it is gone, though not its memory.
 A version says that a dict was changed, not whether it is another one now: then the caller compares, and if all is equal the
 new versions are taken, those that were read before it compared. Where the words stand is found on objects made for that
 (`_compat`), and tried out on every tensor given; where they are not as expected (another build of Python or torch), tensors
-are asked one by one and dicts compared each time, and so it is where there are few.
+are asked one by one, as few always are, and dicts compared each time.
 """
 
 from __future__ import annotations
@@ -38,43 +38,64 @@ from segue._compat import (
 )
 
 _TENSORS_FROM = 6
-_DICTS_FROM = 16
 """fewer are asked one by one"""
+_CLASS = 8
+"""at which byte an object holds its class; tried out on every object given"""
 
 
 class Watch:
     """Tensors and dicts, held alive, as they are now. Thread-safe: what is learnt is replaced, never changed, and of two
     threads that read at once each sees words as they were after it began."""
 
-    def __init__(self, tensors: list[torch.Tensor], dicts: Sequence[dict[Any, Any]], *, at_once: bool = True) -> None:
-        """Without `at_once` nothing is gathered."""
-        self._tensors, self._dicts = tensors, list(dicts)
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        dicts: Sequence[dict[Any, Any]],
+        objects: Sequence[Any] = (),
+        *,
+        at_once: bool = True,
+    ) -> None:
+        """`objects` stay of their class. Without `at_once` nothing is gathered."""
+        self._tensors, self._dicts, self._objects = tensors, list(dicts), list(objects)
+        self._classes = list(map(type, objects))
         self._places = _places(tensors)
         self._storages = [storage_weakref(t) for t in tensors]
         layout = tensor_layout() if at_once and len(tensors) >= _TENSORS_FROM else None
         cells, places, expected = ([], [], []) if layout is None else _tensor_words(tensors, layout)
-        tag = dict_tag() if at_once and len(dicts) >= _DICTS_FROM and all([_is_plain(d) for d in dicts]) else None
+        tag = dict_tag() if at_once and dicts and all([_is_plain(d) for d in dicts]) else None
         self.sees_dicts = tag is not None
         """whether a dict that nothing has changed since need not be compared"""
         self.sees_tensors = bool(cells)
         tags = [] if tag is None else [id(d) + tag for d in self._dicts]
-        self._first = _Words(cells + tags) if cells or tags else None
+        kinds = [id(o) + _CLASS for o in self._objects] if tags else []
+        if kinds and _Words(kinds).seen != _as_bytes(list(map(id, self._classes))):
+            kinds = []
+        self._sees_classes = bool(kinds)
+        self._first = _Words(cells + kinds + tags) if cells or tags else None
         self._second = _Words(places) if places else None
-        self._num_cell_bytes = 8 * len(cells)
+        self._num_fixed_bytes = 8 * len(cells + kinds)
         if self._second is not None and self._second.seen != _as_bytes(expected):
-            self._first, self._second, self.sees_dicts, self.sees_tensors = None, None, False, False
+            self._first, self._second, self.sees_dicts, self.sees_tensors, self._sees_classes = (
+                None,
+                None,
+                False,
+                False,
+                False,
+            )
 
     def hold(self, are_equal: Callable[[], bool]) -> bool:
         """Whether each tensor lies where it lay, and each dict holds what it held. The latter `are_equal` says, which is
         asked where a dict was changed, or may have been; what it raises is raised."""
         first, second = self._first, self._second
+        if not self._sees_classes and list(map(type, self._objects)) != self._classes:
+            return False
         if first is None:
             return are_equal() and _places(self._tensors) == self._places
         before = first.seen
         _gather(first.memory, 0, first.index, out=first.now)
         if first.buffer != before:
             now = bytes(first.buffer)
-            if now[: self._num_cell_bytes] != before[: self._num_cell_bytes] or not are_equal():
+            if now[: self._num_fixed_bytes] != before[: self._num_fixed_bytes] or not are_equal():
                 return False
             first.seen = now
         elif not self.sees_dicts and not are_equal():
