@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 import segue
 from call_support import same
 from segue._compat import dict_tag
+from segue.graph.guard import is_capturing
 
 needs_versions = pytest.mark.skipif(dict_tag() is None, reason="seen where dicts have versions (docs/safety.md)")
 
@@ -148,6 +150,57 @@ def test_a_change_shows_at_the_next_call(
         assert after.dtype != before.dtype or not torch.equal(after, before), "the change is one"
         for _ in range(4):
             same(step(x), model(x))
+
+
+class Waiting(torch.nn.Linear):
+    """Lets another thread change it while it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.is_captured, self.is_changed = threading.Event(), threading.Event()
+        self.early = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.early(x)
+        if is_capturing() and not self.is_changed.is_set():
+            self.is_captured.set()
+            assert self.is_changed.wait(20)
+        return super().forward(y)
+
+
+def _new_data(model: Waiting) -> None:
+    model.weight.data = torch.ones(4, 4)
+
+
+MEANWHILE: dict[str, Callable[[Waiting], None]] = {
+    "weight": lambda model: setattr(model, "weight", torch.nn.Parameter(torch.ones(4, 4))),
+    "early": lambda model: setattr(model, "early", torch.nn.Linear(4, 4)),
+    "data": _new_data,
+    "hook": lambda model: model.early.register_forward_hook(lambda module, args, output: output * 2),
+}
+
+
+@pytest.mark.parametrize("name", list(MEANWHILE))
+def test_what_another_thread_changes_during_a_capture_stays_and_shows(name: str) -> None:
+    model, x = Waiting(), torch.randn(3, 4)
+
+    def change() -> None:
+        assert model.is_captured.wait(20)
+        MEANWHILE[name](model)
+        model.is_changed.set()
+
+    before = model(x)
+    thread = threading.Thread(target=change)
+    thread.start()
+    with segue.graph(model, inference=True) as step, torch.no_grad():
+        step(x)
+        same(step(x), before)
+        thread.join()
+        after = model(x)
+        assert not torch.equal(after, before), "nobody put it back"
+        for _ in range(4):
+            same(step(x), after)
+        assert step.report().replays
 
 
 def test_a_number_further_down_is_part_of_the_recording() -> None:

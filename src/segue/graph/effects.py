@@ -5,12 +5,16 @@ closure cells is undone: a caller must not find a counter that counted twice, no
 
 And what it changed tells something: the run before it, the trace, was an ordinary call, so a cache that is filled once
 was filled then. A value that changes *again* changes at every call, and no replay would change it: such a callable is
-not safe to record, and the change is named.
+not safe to record, and the change is named. A weight that the trace did not bind anew, and that does not lie in the pool,
+another thread has bound meanwhile: it stays, and the recording, which may have seen either, is thrown away.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +30,12 @@ class HostState:
     """Shallow copies of every container that a callable reaches."""
 
     def __init__(self, reach: Reach) -> None:
-        self._copies: list[tuple[Any, Any, str]] = []
+        self._copies: list[tuple[Any, Any, str, bool]] = []
         self._entries: list[tuple[Any, Any, Any, str]] = []
+        self.others: list[str] = []
         self._addresses: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         containers: dict[int, tuple[Any, str]] = {}
+        tables: set[int] = set()
         for link in reach.links:
             if isinstance(link.container, Cell) or (isinstance(link.container, dict) and "__builtins__" in link.container):
                 self._entries.append((link.container, link.key, link.value, link.label))
@@ -45,30 +51,55 @@ class HostState:
                 if table is None:  # TorchScript keeps them elsewhere
                     continue
                 containers.setdefault(id(table), (table, type(module).__name__))
+                tables.add(id(table))
                 for value in table.values():
                     if isinstance(value, torch.Tensor):
                         self._note_address(value)
             containers.setdefault(id(vars(module)), (vars(module), type(module).__name__))
-        self._copies = [(container, _copy(container), label) for container, label in containers.values()]
+        self._copies = [(c, _copy(c), label, id(c) in tables) for c, label in containers.values()]
 
     def _note_address(self, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided:
             self._addresses[id(tensor)] = tensor, tensor.data_ptr(), tensor.data
 
-    def restore(self) -> list[str]:
-        """Puts everything back; returns the names of what had changed."""
-        changed = []
+    def changed(self) -> list[str]:
+        """The names of what is not as it was."""
+        return [change.label for change in self._changes()]
+
+    def restore(self, is_own: Callable[[str, Any], bool] | None = None) -> list[str]:
+        """Puts back what changed, and returns its names. A weight, a buffer or a child that `is_own` (told the name and the
+        new value) denies is another thread's doing: it stays, and is named in `others`."""
+        changed, self.others = [], []
+        for change in list(self._changes()):
+            if is_own is None or not change.is_binding or is_own(change.label, change.value):
+                change.undo()
+                changed.append(change.label)
+            else:
+                self.others.append(change.label)
+        return changed
+
+    def _changes(self) -> Iterator[_Change]:
         for container, key, value, label in self._entries:
-            if not _is_same(_entry(container, key), value):
-                container[key] = value
-                changed.append(label)
-        for container, copy, label in self._copies:
-            changed += _restore(container, copy, label)
+            now = _entry(container, key)
+            if not _is_same(now, value):
+                yield _Change(label, now, partial(operator.setitem, container, key, value))
+        for container, copy, label, is_table in self._copies:
+            for change in _changes_of(container, copy, label):
+                yield change._replace(is_binding=is_table)
         for tensor, address, data in self._addresses.values():
             if tensor.data_ptr() != address:
-                tensor.data = data
-                changed.append("the .data of a tensor")
-        return changed
+                yield _Change(_DATA, tensor, partial(setattr, tensor, "data", data), is_binding=True)
+
+
+class _Change(NamedTuple):
+    label: str
+    value: Any
+    undo: Callable[[], Any]
+    is_binding: bool = False
+    """whether a module holds it as its parameter, buffer or child, or it is where a tensor lies"""
+
+
+_DATA = "the .data of a tensor"
 
 
 def _is_container(value: Any) -> bool:
@@ -81,27 +112,25 @@ def _copy(container: Any) -> Any:
     return kind(container)
 
 
-def _restore(container: Any, copy: Any, label: str) -> list[str]:
+def _changes_of(container: Any, copy: Any, label: str) -> Iterator[_Change]:
     if isinstance(container, list):
-        if len(container) == len(copy) and all(map(_is_same, container, copy)):
-            return []
-        container[:] = copy
-        return [label]
-    if isinstance(container, set):
-        if container == copy:
-            return []
-        container.clear()
-        container.update(copy)
-        return [label]
-    changed = []
-    for key in [k for k in container if k not in copy]:
-        del container[key]
-        changed.append(f"{label}.{key}")
-    for key, value in copy.items():
-        if not _is_same(dict.get(container, key, _MISSING), value):
-            container[key] = value
-            changed.append(f"{label}.{key}")
-    return changed
+        if len(container) != len(copy) or not all(map(_is_same, container, copy)):
+            yield _Change(label, container, partial(operator.setitem, container, slice(None), copy))
+    elif isinstance(container, set):
+        if container != copy:
+            yield _Change(label, container, partial(_refill, container, copy))
+    else:
+        for key in [k for k in container if k not in copy]:
+            yield _Change(f"{label}.{key}", dict.get(container, key), partial(container.__delitem__, key))
+        for key, value in copy.items():
+            now = dict.get(container, key, _MISSING)
+            if not _is_same(now, value):
+                yield _Change(f"{label}.{key}", now, partial(operator.setitem, container, key, value))
+
+
+def _refill(container: set[Any], copy: set[Any]) -> None:
+    container.clear()
+    container.update(copy)
 
 
 def _entry(container: Any, key: Any) -> Any:

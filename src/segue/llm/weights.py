@@ -36,12 +36,17 @@ def write_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
     """Copies `weights` into the parameters and buffers of those names; all of them, or none where one does not fit.
 
     Raises:
-        ValueError: a name is unknown, or a shape is another.
+        ValueError: a name is unknown, a value is no ordinary tensor, or a shape is another.
     """
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for name, value in weights.items():
         if name not in targets:
             raise ValueError(f"the model has no weight {name!r}; its names are those of model.state_dict()")
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
+            kind = f"a {value.layout} tensor on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"weight {name!r} is given as {kind}, and must be a dense tensor with data: nothing was changed"
+            )
         if targets[name].shape != value.shape:
             raise ValueError(
                 f"weight {name!r} has the shape {list(targets[name].shape)}, and the new one {list(value.shape)}: nothing "

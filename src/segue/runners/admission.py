@@ -86,8 +86,10 @@ def admit(
     called, named = (args, kwargs) if is_live else (static.args, static.kwargs)
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
+    before = HostState(Reach(origin))
     with calling(Call(args, kwargs)):
         output, trace = backend.trace(lambda: function(*called, **named))
+    touched = set(before.changed())
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
     _hand_over(backend.lane, output)
     if not is_live:
@@ -103,7 +105,8 @@ def admit(
 
     def complete() -> None:
         with _refusing(admission):
-            admission.graph = _capture(function, origin, backend, key, static, trace, written, admission, Call(args, kwargs))
+            live = Call(args, kwargs)
+            admission.graph = _capture(function, origin, backend, key, static, trace, written, touched, admission, live)
 
     return admission, complete
 
@@ -129,22 +132,29 @@ def _capture(
     static: StaticCall,
     trace: Trace,
     written: set[int],
+    touched: set[str],
     admission: Admission,
     live: Call,
 ) -> CallGraph:
-    state = HostState(Reach(origin))
+    """`touched` names what the trace changed in Python."""
+    reach = Reach(origin)
+    state, before = HostState(reach), Audit(reach, {storage_handle(t): t for t in reach.tensors() if _is_strided(t)})
+
+    def is_own(label: str, value: Any) -> bool:
+        return label in touched or _holds_memory_of(backend.lane, value)
+
     changed: list[str] = []
     graph: Any = None
     try:
         with calling(live), backend.lane.capture_pass():
             graph = backend.record(key, lambda: function(*static.args, **static.kwargs), trace)
     except CaptureError as error:
-        changed = state.restore()
+        changed = state.restore(is_own)
         if changed and not isinstance(error, HostReadError):
             raise _Refused(Reason.UNSAFE_EFFECTS, f"{_effects_text(changed)}; {error}") from error
         raise
     finally:
-        changed = changed or state.restore()
+        changed = changed or state.restore(is_own)
     if changed:
         graph.close()
         raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))
@@ -157,7 +167,23 @@ def _capture(
     if graph.recording.unseen:
         admission.effects.append(_take_all_as_touched(graph.recording, reach, static))
         written = set(static.distinct)
-    return CallGraph(graph, static, written, Audit(reach, graph.recording.externals))
+    audit = Audit(reach, graph.recording.externals)
+    if state.others or not before.holds():  # asked last: the recording may have seen what was there before or after
+        graph.close()
+        raise _Refused(Reason.REBOUND, f"{', '.join(state.others) or 'what it reads'} was changed while it was recorded")
+    return CallGraph(graph, static, written, audit)
+
+
+def _holds_memory_of(lane: Lane, value: Any) -> bool:
+    """Whether `value`, or an item of it, is a tensor in the lane's pool: made by the pass that was captured."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
+    tensors = [t for t in items if isinstance(t, torch.Tensor) and _is_strided(t) and t.numel()]
+    segments = lane.pool.state().segments if tensors else []
+    return any(start <= t.data_ptr() < start + nbytes for t in tensors for start, nbytes in segments)
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _take_all_as_touched(recording: Recording, reach: Reach, static: StaticCall) -> str:

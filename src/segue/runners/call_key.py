@@ -55,14 +55,12 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     for place, leaf in enumerate(leaves):
         kind = type(leaf)
         if kind in _TENSORS:
-            if leaf.is_nested:  # it has no one shape, and says so by ending the process
+            # one without one shape says so by ending the process; others have no memory that a copy could fill
+            if leaf.is_nested or leaf.layout is not _strided or leaf.is_quantized:
                 reason = Reason.UNHASHABLE_ARGUMENT
                 continue
             if leaf.is_contiguous():
                 parts.append((leaf.shape, leaf.dtype, False))
-            elif leaf.layout is not torch.strided:
-                reason = Reason.UNHASHABLE_ARGUMENT
-                continue
             else:
                 parts.append((leaf.shape, leaf.dtype, stride_order(leaf)))
             if device is None:
@@ -92,6 +90,7 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     return Scan(key, None, leaves, found, places, structure)
 
 
+_strided = torch.strided
 _LEAF_KINDS = _TENSORS | _BY_VALUE | _INEXACT
 
 

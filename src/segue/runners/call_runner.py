@@ -270,6 +270,8 @@ class CallRunner:
         if admission.graph is None:
             assert admission.reason is not None
             entry.refuse(admission.reason, admission.detail)
+            if admission.reason is Reason.REBOUND:
+                entry.wait = 1
             return
         self.captures += 1
         entry.is_urgent = False
