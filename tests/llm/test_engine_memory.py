@@ -158,6 +158,9 @@ def test_weights_written_in_place_keep_every_graph(fuse: bool) -> None:
             engine.update_weights({name: torch.zeros(32, 32), "nonsense": torch.zeros(1)})
         with pytest.raises(ValueError, match="nothing was changed"):
             engine.update_weights({name: torch.zeros(32, 32), "lm_head.weight": torch.zeros(3)})
+        for bad in (torch.zeros(32, 32, device="meta"), torch.zeros(32, 32).to_sparse(), None, "text"):
+            with pytest.raises(ValueError, match="must be a dense tensor with data: nothing was changed"):
+                engine.update_weights({name: torch.zeros(32, 32), "model.layers.0.self_attn.o_proj.weight": bad})
         assert tokens(engine) == expected
 
 

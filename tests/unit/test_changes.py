@@ -152,6 +152,38 @@ def test_a_change_shows_at_the_next_call(
             same(step(x), model(x))
 
 
+class Holder(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+@pytest.mark.parametrize("kind", ["compiled", "scripted", "traced"])
+@pytest.mark.filterwarnings("ignore")
+def test_modules_that_other_tools_wrapped_answer_as_eager(kind: str, is_child: bool) -> None:
+    linear, x = torch.nn.Linear(4, 4), torch.randn(3, 4)
+    made: Any = {
+        "compiled": lambda: torch.compile(linear, backend="eager"),
+        "scripted": lambda: torch.jit.script(linear),
+        "traced": lambda: torch.jit.trace(linear, x),
+    }[kind]()
+    model = Holder(made) if is_child else made
+    with segue.graph(model, inference=True) as step, torch.no_grad():
+        for _ in range(4):
+            same(step(x), model(x))
+        assert step.report().replays == (2 if kind == "compiled" else 0)
+        assert kind == "compiled" or "TorchScript" in str(step.report())
+        linear.weight.mul_(2)
+        same(step(x), model(x))
+        linear.weight.data = torch.randn(4, 4)
+        for _ in range(3):
+            same(step(x), model(x))
+
+
 class Waiting(torch.nn.Linear):
     """Lets another thread change it while it is captured."""
 

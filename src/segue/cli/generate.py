@@ -131,8 +131,9 @@ def _read_text(file: str) -> str:
 def _engine_config(options: argparse.Namespace) -> EngineConfig:
     sizes = {name: getattr(options, name) for name in ("max_context", "chunk_size", "max_requests", "memory_fraction")}
     graphs = GraphConfig(
-        decode=options.decode, prefill=options.prefill, debug=options.debug_graphs, memory_budget=options.memory_budget
-    )
+        decode=options.decode, prefill=options.prefill, debug=options.debug_graphs, memory_budget=options.memory_budget,
+        on_budget="rebuild",
+    )  # fmt: skip
     given = {name: size for name, size in sizes.items() if size is not None}
     return EngineConfig(device=options.device, attention=options.attention, experts=options.experts, graphs=graphs, **given)
 

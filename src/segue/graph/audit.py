@@ -57,7 +57,9 @@ class Bindings:
         """`spaces` are attributes of modules and other objects, `trained` modules that compute otherwise while they train.
         With `compares_attributes` what attributes hold counts too, but for another number or text, where that costs nothing
         (where dicts have versions). Holds `modules` and `tensors` alive. Without `at_once` all is compared each time."""
-        owned = [(name, vars(m)[name]) for m in modules for name in (*_TABLES, *HOOKS) if name in vars(m)]
+        owned = [
+            (name, vars(m)[name]) for m in modules for name in (*_TABLES, *HOOKS) if isinstance(vars(m).get(name), dict)
+        ]
         owned += [(HOOKS[0], table) for table in global_hooks()]
         tables = [table for _, table in owned]
         attributes = [vars(m) for m in modules]
@@ -109,7 +111,7 @@ class Audit:
 
     def __init__(self, reach: Reach, externals: dict[int, torch.Tensor], *, at_once: bool = True) -> None:
         """`externals` are the outside tensors that the recording reads, by storage handle; `at_once` as in `Bindings`."""
-        tables = [vars(m)[name] for m in reach.modules for name in _TABLES if name in vars(m)]
+        tables = [vars(m)[name] for m in reach.modules for name in _TABLES if isinstance(vars(m).get(name), dict)]
         bound = [t for table in tables for t in table.values() if isinstance(t, torch.Tensor)]
         tensors = {id(t): t for t in bound if _is_read(t, externals)}
         wanted = {i for parent in reach.module_parents for i in reach.path(parent)}

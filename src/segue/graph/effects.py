@@ -47,8 +47,8 @@ class HostState:
                 self._note_address(link.value)
         for module in reach.modules:
             for name in _TABLES:
-                table = vars(module).get(name)
-                if table is None:  # TorchScript keeps them elsewhere
+                table: Any = vars(module).get(name)
+                if not _is_container(table):  # TorchScript keeps them elsewhere
                     continue
                 containers.setdefault(id(table), (table, type(module).__name__))
                 tables.add(id(table))

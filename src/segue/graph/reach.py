@@ -71,6 +71,8 @@ class Reach:
         """the attributes of each module, and of the callable's own object"""
         self.lists: list[list[Any]] = []
         """lists of the callable's own that are empty, or hold tensors or modules: one more item is another model"""
+        self.opaque: list[str] = []
+        """modules that keep their weights where no change could be noticed (TorchScript)"""
         self._seen: set[int] = set()
         self._queue: deque[tuple[Any, int, int | None, str]] = deque([(root, 0, None, "")])
         while self._queue and len(self.links) < _MAX_LINKS:
@@ -126,6 +128,8 @@ class Reach:
         self.spaces.append(vars(module))
         self.module_parents.append(parent)
         name = label or type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            self.opaque.append(name)
         own = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
         for child_name, child in module._modules.items():
             self._queue.append((child, 1, parent, f"{name}.{child_name}"))

@@ -138,6 +138,9 @@ def _capture(
 ) -> CallGraph:
     """`touched` names what the trace changed in Python."""
     reach = Reach(origin)
+    if reach.opaque:
+        why = "is TorchScript, whose weights lie where no change is noticed: wrap the module that it was made from"
+        raise _Refused(Reason.UNSAFE_EFFECTS, f"{reach.opaque[0]} {why}")
     state, before = HostState(reach), Audit(reach, {storage_handle(t): t for t in reach.tensors() if _is_strided(t)})
 
     def is_own(label: str, value: Any) -> bool:
