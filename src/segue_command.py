@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import NoReturn
 
 
@@ -28,7 +29,7 @@ def main() -> int:
 def leaving_at_once() -> Iterator[None]:
     """An interrupt inside ends the process, unless the caller has asked for something of its own."""
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    if before not in (signal.default_int_handler, _interrupt) or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGINT, _leave)
@@ -36,6 +37,35 @@ def leaving_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def noticing_interrupts() -> Iterator[None]:
+    """An interrupt inside arrives as `KeyboardInterrupt` also where it falls into a finaliser, in which Python would only
+    print it. Leaves a caller's own handlers alone."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGALRM) if hasattr(signal, "SIGALRM") and is_main else ()
+    before = [signal.getsignal(number) for number in numbers]
+    if before != [signal.default_int_handler, signal.SIG_DFL]:
+        yield
+        return
+    for number in numbers:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # and again
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _leave(*_: object) -> NoReturn:

@@ -20,6 +20,7 @@ from segue.cli.bench.memory import default_ceilings, doubling
 from segue.cli.usage import UsageError
 from segue.errors import SegueError
 from segue.llm.bench.models import SHAPES, random_model
+from segue_command import noticing_interrupts
 
 pytest.importorskip("transformers")
 
@@ -264,6 +265,19 @@ def test_a_child_that_fails_is_one_error_here(name: str) -> None:
     assert type(caught.value) is kind and multiprocessing.active_children() == []
     if name == "an error":
         assert "in raising" in str(caught.value.__cause__), "for --debug"
+
+
+def test_an_interrupt_in_a_finaliser_arrives() -> None:
+    class Busy:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt), noticing_interrupts():
+        Busy()
+        time.sleep(20)
+    assert time.perf_counter() - start < 10
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_child_ends_with_an_interrupt_here() -> None:

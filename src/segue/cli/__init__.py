@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from segue.cli import bench, doctor, generate
 from segue.cli.output import note
 from segue.cli.usage import UsageError, name_options
-from segue_command import leaving_at_once
+from segue_command import leaving_at_once, noticing_interrupts
 
 _COMMANDS = (generate, bench, doctor)
 
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what the terminal cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
-        return int(options.run(options))
+        with noticing_interrupts():
+            return int(options.run(options))
     except BrokenPipeError:  # the reader went away: no further output, no complaint
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
