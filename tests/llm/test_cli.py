@@ -456,6 +456,12 @@ def test_an_interrupt_that_a_library_turned_into_an_error_is_an_interrupt(
     assert result.status == 130 and result.err.splitlines()[-1] == "segue: interrupted"
 
 
+def test_sizes_may_be_auto_as_the_messages_say(run: Run, tiny_chat: str) -> None:
+    sizes = ("--max-context", "auto", "--chunk-size", "auto", "--memory-fraction", "auto")
+    result = run("generate", "Hi", "--model", tiny_chat, "--max-tokens", "2", "--max-requests", "2", *sizes)
+    assert result.status == 0, result.err
+
+
 def test_a_prompt_of_bytes_that_are_no_text_is_bad_usage() -> None:
     done = shell("SEGUE generate $'\\xff\\xfe'")
     assert done.returncode == 2 and done.stderr.startswith("segue: the prompt is not valid text")

@@ -48,11 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
     parser.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
-    parser.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and output together")
-    parser.add_argument("--chunk-size", type=int, metavar="N", help="tokens of one prefill step")
-    parser.add_argument("--max-requests", type=int, metavar="N", help="requests that run at once")
+    parser.add_argument("--max-context", type=size_or_auto, metavar="N", help="tokens of prompt and output together")
+    parser.add_argument("--chunk-size", type=size_or_auto, metavar="N", help="tokens of one prefill step")
+    parser.add_argument("--max-requests", type=size_or_auto, metavar="N", help="requests that run at once")
     parser.add_argument(
-        "--memory-fraction", type=float, metavar="F", help="of a GPU's memory, what may be in use; sizes the KV cache (0.9)"
+        "--memory-fraction",
+        type=share_or_auto,
+        metavar="F",
+        help="of a GPU's memory, what may be in use; sizes the KV cache (0.9)",
     )
     parser.add_argument("--memory-budget", metavar="SIZE", help="what graphs may cost, such as 2GiB; the rest runs eagerly")
     parser.add_argument("--stats", action="store_true", help="print the table of graphs at the end")
@@ -61,6 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class _Prompt(NamedTuple):
     text: str
     where: str = ""  # before an error about it: the line of the file
+
+
+def size_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def share_or_auto(text: str) -> float | None:
+    return None if text == "auto" else float(text)
 
 
 def run(options: argparse.Namespace) -> int:

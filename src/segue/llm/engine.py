@@ -402,12 +402,15 @@ class Engine(Lifecycle):
             self._discard([name])
 
     def pieces(self, request_id: str) -> Iterator[str]:
-        """Runs a queued request to its end and yields its text as it is made; `take_output` then has the whole."""
+        """Runs a queued request to its end and yields its text as it is made; `take_output` then has the whole. Raises
+        KeyError for an unknown id."""
         is_done = False
         while not is_done:
             with self._lock:
                 self._check_open()
                 is_done = request_id in self._finished
+                if request_id not in self._live:
+                    raise KeyError(f"no request is called {request_id!r}")
                 live = self._live[request_id]
                 piece, live.new_text = live.new_text, ""
             if piece:
