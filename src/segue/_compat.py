@@ -260,6 +260,17 @@ def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return overload._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
+def never_compiled(function: F) -> F:
+    """Dynamo runs `function`, and what it calls, as it is: handlers of modes are called from compiled code too."""
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    except (ImportError, TypeError):  # another version: at worst Dynamo reads them
+        pass
+    return function
+
+
 def without_torch_function() -> Any:
     """A context in which torch functions ignore subclasses and function modes."""
     return torch._C.DisableTorchFunction()

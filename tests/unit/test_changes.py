@@ -235,6 +235,28 @@ def test_what_another_thread_changes_during_a_capture_stays_and_shows(name: str)
         assert step.report().replays
 
 
+class Remembering(torch.nn.Module):
+    """Notes the last shape when it is another."""
+
+    last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.last is None or self.last != x.shape:
+            self.last, self.count = x.shape, len(x)
+        return x * 2
+
+
+def test_sizes_that_a_child_remembers_do_not_undo_each_other_s_recordings() -> None:
+    model = torch.nn.Sequential(Remembering(), torch.nn.Linear(4, 4))
+    with segue.graph(model, inference=True) as step, torch.no_grad():
+        for _ in range(6):
+            for rows in (2, 3, 5):
+                x = torch.randn(rows, 4)
+                same(step(x), model(x))
+        assert step.report().captures <= 4, "the first attribute of its own is one more recording"
+        assert step.report().replays >= 10
+
+
 def test_a_number_further_down_is_part_of_the_recording() -> None:
     """As docs/safety.md says: it may count calls, and each would be another recording."""
     model, x = torch.nn.Sequential(Child(), Child()), torch.randn(3, 4)

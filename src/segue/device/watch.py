@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
-from segue._compat import TorchDispatchMode, run_composite, without_torch_function
+from segue._compat import TorchDispatchMode, never_compiled, run_composite, without_torch_function
 from segue.device.operations import Operation, operation
 
 Location = tuple[CodeType, int]
@@ -91,6 +91,7 @@ class OperationMode(TorchDispatchMode):
         """No: wrapping `__torch_dispatch__` would import Dynamo, a second of start-up, and nothing here is compiled."""
         return False
 
+    @never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -130,6 +131,7 @@ class HostReads(TorchFunctionMode):
         self._on_read = on_read
         self._names = _reading_functions()
 
+    @never_compiled
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

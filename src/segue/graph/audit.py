@@ -29,6 +29,7 @@ from segue.graph.words import Watch
 _TABLES = ("_parameters", "_buffers", "_modules")
 _training = itemgetter("training")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_SIZES = (tuple, range, slice)
 _INDIFFERENT = frozenset(
     getattr(torch.nn, name)
     for name in (
@@ -55,7 +56,7 @@ class Bindings:
         at_once: bool = True,
     ) -> None:
         """`spaces` are attributes of modules and other objects, `trained` modules that compute otherwise while they train.
-        With `compares_attributes` what attributes hold counts too, but for another number or text, where that costs nothing
+        With `compares_attributes` what attributes hold counts too, but for numbers, texts and sizes, where that is free
         (where dicts have versions). Holds `modules` and `tensors` alive. Without `at_once` all is compared each time."""
         owned = [
             (name, vars(m)[name]) for m in modules for name in (*_TABLES, *HOOKS) if isinstance(vars(m).get(name), dict)
@@ -164,7 +165,7 @@ def _is_told_by_equality(value: Any) -> bool:
 
 
 def _is_alike(value: Any, before: Any) -> bool:
-    return value is before or (type(value) is type(before) and isinstance(before, _SCALARS))
+    return value is before or (type(value) is type(before) and isinstance(before, (*_SCALARS, *_SIZES)))
 
 
 def global_hooks() -> list[dict[int, Any]]:
