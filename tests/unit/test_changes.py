@@ -235,6 +235,39 @@ def test_what_another_thread_changes_during_a_capture_stays_and_shows(name: str)
         assert step.report().replays
 
 
+class Unreadable(list[int]):
+    is_broken = True
+
+    def __iter__(self) -> Any:
+        if self.is_broken:
+            raise RuntimeError("not now")
+        return super().__iter__()
+
+
+class Breaking(torch.nn.Module):
+    """Holds a list that cannot be read, from the start or from a call on."""
+
+    def __init__(self, breaks_at: int) -> None:
+        super().__init__()
+        self.calls, self.breaks_at, self.notes = 0, breaks_at, Unreadable([1])
+        self.notes.is_broken = breaks_at == 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.notes.is_broken = self.calls >= self.breaks_at
+        return x + 1
+
+
+@pytest.mark.parametrize("breaks_at", [0, 2])
+def test_a_container_that_cannot_be_read_is_a_reason_and_no_error(breaks_at: int) -> None:
+    model, x = Breaking(breaks_at), torch.randn(3, 4)
+    with segue.graph(model, inference=True) as step:
+        for n in range(1, 4):
+            same(step(x), x + 1)
+            assert model.calls == n, "the body ran once"
+        assert step.report().eager["capture_failed"] and "not now" in str(step.report())
+
+
 class Remembering(torch.nn.Module):
     """Notes the last shape when it is another."""
 

@@ -86,17 +86,24 @@ def admit(
     called, named = (args, kwargs) if is_live else (static.args, static.kwargs)
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
-    before = HostState(Reach(origin))
+    try:
+        before = HostState(Reach(origin))
+    except Exception as error:  # a container of the user's that cannot be read: no error of the call's
+        with calling(Call(args, kwargs)):
+            output = function(*args, **kwargs)
+        detail = f"what it reaches cannot be read: {type(error).__name__}: {error}"
+        return Admission(output, reason=Reason.CAPTURE_FAILED, detail=detail, error=error), None
     with calling(Call(args, kwargs)):
         output, trace = backend.trace(lambda: function(*called, **named))
-    touched = set(before.changed())
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
     _hand_over(backend.lane, output)
     if not is_live:
         written |= {i for i in static.distinct if _differ(static.live_part(i, scan.tensors[i]), scan.tensors[i])}
         output = _from_static(output, static, scan, padded, trace, written)
     admission = Admission(output, operations=len(trace.operations))
+    touched: set[str] = set()
     with _refusing(admission):
+        touched.update(before.changed())
         _check(trace, static, scan, backend.lane, written, args, kwargs)
     if admission.reason is not None:
         return admission, None
