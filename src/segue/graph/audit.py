@@ -9,7 +9,7 @@ compared at all: `graph.words` reads where all tensors lie, and of each table an
 changed them since, by two gathers. Where something did, or the interpreter does not say so, they are compared by loops of
 C's: whole tables as dicts (identical values are told by identity, at once), that no hook was added by one `any`. Two tables
 whose values differ fall through to `Tensor.__eq__`, which raises or says something; both mean *changed*, except for tensors
-of one element, which are therefore compared by identity apart.
+of one element and objects with an equality of their own, which are therefore compared by identity apart.
 
 Not seen: another order of more than five dimensions over the same memory, and tensors that `graph.reach` does not find.
 """
@@ -74,7 +74,7 @@ class Bindings:
         self._tables = [table for table in tables if table]
         self._snapshots = [dict(table) for table in self._tables]
         self._empty = [table for table in tables if not table]
-        self._single = [(t, k, v) for t in self._tables for k, v in t.items() if not _is_told_by_equality(v)]
+        self._by_identity = [(t, k, v) for t in self._tables for k, v in t.items() if not _is_told_by_equality(v)]
         self._spaces, self._sizes = spaces, list(map(len, spaces))
         self._replaced = [space for space in spaces if "forward" in space]
         self._forwards = [space["forward"] for space in self._replaced]
@@ -90,7 +90,7 @@ class Bindings:
             and not any(self._empty)
             and list(map(len, self._spaces)) == self._sizes
             and [space["forward"] for space in self._replaced] == self._forwards
-            and all([table[name] is value for table, name, value in self._single])
+            and all([table[name] is value for table, name, value in self._by_identity])
             and list(map(list, self._ordered)) == self._orders
             and list(map(_training, self._flag_holders)) == self._flags
             and (not self._watch.sees_dicts or self._are_attributes_alike())  # too dear otherwise

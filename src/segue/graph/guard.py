@@ -7,7 +7,7 @@ over; a `segue.graph` stays open until `freeze()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 from segue.errors import CaptureNotAllowed
@@ -20,14 +20,9 @@ def is_capturing() -> bool:
     return _capturing.get()
 
 
-@contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> AbstractContextManager[None]:
     """`is_capturing()` is true inside."""
-    token = _capturing.set(True)
-    try:
-        yield
-    finally:
-        _capturing.reset(token)
+    return _raised(_capturing)
 
 
 _lent: ContextVar[bool] = ContextVar("segue_lent", default=False)
@@ -38,14 +33,18 @@ def is_lent() -> bool:
     return _lent.get()
 
 
-@contextmanager
-def lent() -> Iterator[None]:
+def lent() -> AbstractContextManager[None]:
     """`is_lent()` is true inside."""
-    token = _lent.set(True)
+    return _raised(_lent)
+
+
+@contextmanager
+def _raised(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _lent.reset(token)
+        flag.reset(token)
 
 
 class CaptureInterrupted(BaseException):
