@@ -38,7 +38,7 @@ slow-test: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "slow and not gpu"
 
 gpu-test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m gpu
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "gpu or kernel"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

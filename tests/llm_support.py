@@ -34,6 +34,10 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": None,
         "shared_expert_intermediate_size": 16,
     },
+    "Glm4Moe": {
+        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16, "use_qk_norm": True,
+    },
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": {

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from llm_support import assert_same_text, greedy, prompt_of, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FAMILIES = ("Qwen3Moe", "Mixtral", "Qwen2Moe", "Olmoe", "DeepseekV3")
+FAMILIES = ("Qwen3Moe", "Mixtral", "Qwen2Moe", "Olmoe", "DeepseekV3", "Glm4Moe")
 
 
 def engine_of(model: Any, decode: str, prefill: str, **changes: Any) -> Engine:
@@ -125,7 +125,92 @@ def test_pairs_without_an_expert_cost_nothing_and_spoil_nothing() -> None:
     assert torch.equal(got[:3], expected) and not got[3:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([BF16] if DEVICE == "cuda" else [])])
+DTYPES = [torch.float32, torch.float16, *([BF16] if DEVICE == "cuda" else [])]
+"""On a CPU by Triton's interpreter, which cannot multiply bfloat16."""
+
+
+def make_rand(seed: int) -> Any:
+    make = torch.Generator(DEVICE).manual_seed(seed)
+    return lambda *size: torch.randn(*size, device=DEVICE, generator=make)
+
+
+def choice_of(tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    return make_rand(tokens)(tokens, experts).topk(top_k).indices
+
+
+SIZES = [(1, 4, 2), (5, 6, 2), (40, 3, 2), (70, 4, 2), (2, 16, 4), (9, 5, 1), (19, 128, 8), (9, 256, 8)]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
+@pytest.mark.parametrize("real", [1.0, 0.6, 0.0])
+def test_pairs_are_sorted_by_expert(tokens: int, experts: int, top_k: int, real: float) -> None:
+    """By hand: what is sorted by (expert, place), less what has none."""
+    pytest.importorskip("triton")
+    from segue.llm.kernels import triton_kernels
+
+    index, count = choice_of(tokens, experts, top_k), int(tokens * real)
+    index[::7, -1] = experts
+    num_tokens = torch.tensor(count, dtype=torch.int32, device=DEVICE)
+    pairs = [
+        (e, t * top_k + c) for t, row in enumerate(index.tolist()) for c, e in enumerate(row) if t < count and e < experts
+    ]
+    order = [pair for _, pair in sorted(pairs)]
+    for kernels in (reference, triton_kernels):
+        sorted_tokens, places, ends = kernels.pairs_by_expert(index, experts, num_tokens)
+        assert sorted_tokens[: len(order)].tolist() == [pair // top_k for pair in order]
+        assert ends.tolist() == [sum(e <= expert for e, _ in pairs) for expert in range(experts)]
+        assert places.flatten().tolist() == [order.index(p) if p in set(order) else -1 for p in range(tokens * top_k)]
+        assert int(sorted_tokens.min()) >= 0 and int(sorted_tokens.max()) < tokens, "all may be gathered"
+        whole = kernels.pairs_by_expert(index, experts, None)[2]
+        assert int(whole[-1]) == int((index < experts).sum())
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
+@pytest.mark.parametrize("is_softmax", [True, False])
+def test_a_choice_is_the_reference_s(dtype: torch.dtype, tokens: int, experts: int, top_k: int, is_softmax: bool) -> None:
+    pytest.importorskip("triton")
+    from segue.llm.kernels import triton_kernels
+
+    rand = make_rand(tokens)
+    logits = (rand(tokens, 2 * experts).to(dtype))[:, ::2]
+    logits += torch.arange(experts, device=DEVICE).to(dtype) / 64  # few equals
+    for bias in (None, rand(experts)):
+        for normalizes in (True, False):
+            options = (top_k, is_softmax, normalizes, 1.5)
+            weights, index = triton_kernels.route(logits, bias, *options, dtype)
+            expected, _ = reference.route(logits, bias, *options, dtype)
+            assert weights.dtype is expected.dtype and index.dtype is torch.int64
+            assert all(len(set(row)) == top_k and min(row) >= 0 and max(row) < experts for row in index.tolist())
+            scores = logits.float().softmax(-1) if is_softmax else logits.float().sigmoid()
+            ranked = scores if bias is None else scores + bias
+            torch.testing.assert_close(ranked.gather(1, index).sort().values, ranked.topk(top_k).values.flip(1))
+            chosen = scores.gather(1, index)
+            by_hand = 1.5 * (chosen / chosen.sum(-1, keepdim=True) if normalizes else chosen)
+            torch.testing.assert_close(weights, by_hand.to(dtype))
+            if bias is None:
+                torch.testing.assert_close(weights.sort().values, expected.sort().values)
+
+
+@pytest.mark.kernel
+def test_a_logit_that_is_no_number_makes_weights_that_are_none() -> None:
+    """Else the text of a broken model would look whole."""
+    pytest.importorskip("triton")
+    from segue.llm.kernels import triton_kernels
+
+    logits = make_rand(0)(3, 5)
+    logits[1, 2] = float("nan")
+    logits[2, :] = float("inf")
+    for is_softmax in (True, False):
+        weights, index = triton_kernels.route(logits, None, 2, is_softmax, True, 1.0, torch.float32)
+        assert weights[1].isnan().all() and not weights[0].isnan().any() and 0 <= int(index.min()) <= int(index.max()) < 5
+        assert weights[2].isnan().all() == is_softmax
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "inner"),
     [(1, 4, 2, 32, 16), (5, 6, 2, 40, 24), (40, 3, 2, 64, 72), (130, 4, 2, 96, 40), (2, 16, 4, 16, 16), (9, 5, 1, 130, 33)],
@@ -133,35 +218,33 @@ def test_pairs_without_an_expert_cost_nothing_and_spoil_nothing() -> None:
 def test_the_kernels_are_near_the_reference(
     dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, inner: int
 ) -> None:
-    """On a CPU by Triton's interpreter, which cannot multiply bfloat16."""
     pytest.importorskip("triton")
-    from segue.llm.kernels import experts_triton as kernels
+    from segue.llm.kernels import triton_kernels as kernels
 
-    make = torch.Generator(DEVICE).manual_seed(tokens)
-
-    def rand(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device=DEVICE, generator=make).to(dtype)
-
-    x, up, down = rand(tokens, hidden), rand(experts, 2 * inner, hidden) / 8, rand(experts, hidden, inner) / 8
-    scales = rand(tokens * top_k)
-    index = torch.rand(tokens, experts, device=DEVICE, generator=make).topk(top_k).indices
-    index[tokens // 2 + 1 :] = experts
-    by_expert, order = index.reshape(-1).sort()
-    ends = torch.searchsorted(by_expert, torch.arange(experts, device=DEVICE), right=True, out_int32=True)
+    rand = make_rand(tokens)
+    x = rand(tokens, hidden).to(dtype)
+    up, down = (rand(experts, 2 * inner, hidden) / 8).to(dtype), (rand(experts, hidden, inner) / 8).to(dtype)
+    index = choice_of(tokens, experts, top_k)
+    order, places, ends = reference.pairs_by_expert(index, experts, torch.tensor(tokens // 2 + 1, device=DEVICE))
     close = {"atol": 1e-4, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 6e-2, "rtol": 3e-2}
     real = int(ends[-1])
     for activation in reference.ACTIVATIONS:
-        expected = reference.experts_up(x, order, ends, up, top_k, activation)
-        got = kernels.experts_up(x, order, ends, up, top_k, activation)
+        expected = reference.experts_up(x, order, ends, up, activation)
+        got = kernels.experts_up(x, order, ends, up, activation)
         torch.testing.assert_close(got[:real], expected[:real], **close)
     expected[real:] = float("nan")
-    got = kernels.experts_down(expected, order, ends, down, scales)
-    torch.testing.assert_close(got, reference.experts_down(expected, order, ends, down, scales), **close)
+    rows = reference.experts_down(expected, ends, down)
+    torch.testing.assert_close(kernels.experts_down(expected, ends, down)[:real], rows[:real], **close)
+    rows[real:] = float("nan")
+    for weights in (torch.rand(tokens, top_k, device=DEVICE).to(dtype), torch.rand(tokens, top_k, device=DEVICE)):
+        got = kernels.combine(rows, places, weights)
+        assert got.dtype is dtype and not got[tokens // 2 + 1 :].any()
+        torch.testing.assert_close(got, reference.combine(rows, places, weights), **close)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("experts", ["segue", "grouped_mm"])
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+@pytest.mark.parametrize("experts", ["segue", "grouped_mm", "by_rows"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "Glm4Moe"])
 def test_on_a_gpu_experts_replay_bit_for_bit_in_every_mode(family: str, experts: str) -> None:
     wide: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128, "head_dim": 64}
     model = tiny_model(family, **wide, initializer_range=0.05).to("cuda", BF16)
@@ -170,10 +253,11 @@ def test_on_a_gpu_experts_replay_bit_for_bit_in_every_mode(family: str, experts:
     for decode, prefill in (("full", "breakable"), ("breakable", "full")):
         graphs = c.GraphConfig(decode=decode, prefill=prefill, strict=True)
         config = EngineConfig(
-            device="cuda", experts=experts, graphs=graphs, max_requests=4, chunk_size=64, max_context=128, num_pages=64
+            device="cuda", experts=experts, graphs=graphs, max_requests=4, chunk_size=128, max_context=128, num_pages=64
         )
         with Engine(model, config) as engine, torch.inference_mode():
-            for runner, batch in ((engine.prefill, prefill_batch(37, 3)), (engine.decode, decode_batch(3, 9))):
+            prefills = [(engine.prefill, prefill_batch(*sizes)) for sizes in ((37, 3), (100, 1))]
+            for runner, batch in (*prefills, (engine.decode, decode_batch(3, 9))):
                 key = runner.decide(batch).key
                 assert key is not None and key.tokens > batch.num_tokens
                 expected = runner.run_padded_eagerly(batch, key).logits.clone()

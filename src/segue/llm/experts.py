@@ -4,7 +4,8 @@ A router sends every row of a padded batch to its likeliest experts, and an expe
 padded row would lengthen the groups that real rows are in, and matrix kernels round by the number of rows: what lies in
 the padding would move real logits in the last bits (3e-8 in float32, measured with mixtral and gpt_oss), and be work
 for nothing. Before each experts module runs, rows from `num_tokens` on are therefore sent to the sentinel
-``num_experts``, which transformers' kernels skip. The count is a tensor of the batch, so a recording follows it.
+``num_experts``, which transformers' kernels skip; segue's own (`OURS`) take the count themselves. It is a tensor of the
+batch, so a recording follows it.
 
 Experts modules are found by structure: a `num_experts` and a `forward` whose second parameter is the routing index.
 """
@@ -18,6 +19,8 @@ import torch
 
 from segue.graph import current, is_calling
 
+OURS = ("segue", "by_rows")
+"""implementations of experts that are `segue.llm.moe`'s"""
 _INDEX_NAMES = ("top_k_index", "router_indices", "selected_experts")
 
 
@@ -55,7 +58,7 @@ class _Guard:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not is_calling():
+        if not is_calling() or getattr(module.config, "_experts_implementation", None) in OURS:
             return None
         index: torch.Tensor = kwargs[self._name] if self._name in kwargs else args[1]
         rows = torch.arange(index.shape[0], device=index.device)

@@ -29,7 +29,7 @@ from segue.graph import Call, calling, current, is_calling
 from segue.llm.attention import LayerSpec, Plan, make_attention
 from segue.llm.batch import RequestRows, build_batch, to_device
 from segue.llm.facts import ModelFacts
-from segue.llm.fused_parts import Attention, Layer, Mlp, Norm, first_of, has_hooks
+from segue.llm.fused_parts import Attention, Layer, Mlp, Norm, Router, first_of, has_hooks, is_near
 from segue.llm.kv_cache import PagedKVCache
 
 _CHECK_TOKENS = 8
@@ -37,9 +37,7 @@ _PAGE = 2
 """of the check's cache: the first that is not reserved"""
 _RESIDUAL_SCALE = 2.0**-8
 """a layer is checked on inputs this much smaller, so that what it adds stands out from what it passes on"""
-_TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""of the largest absolute value of the original's result"""
-_KINDS = ("norm", "mlp", "attention", "layer", "rotary")
+_KINDS = ("norm", "mlp", "router", "attention", "layer", "rotary")
 
 
 @dataclass(slots=True)
@@ -117,9 +115,13 @@ def fuse(model: nn.Module, facts: ModelFacts, max_positions: int) -> FusionRepor
         for module, norm in norms.items():
             _replace(module, norm)
         parts: dict[nn.Module, Any] = {}
-        for module in {child: None for layer in layers for child in layer.children()}:
-            for kind, made in (("mlp", Mlp.of(module)), ("attention", Attention.of(module, norms, plan.asked))):
-                if made is not None and _is_checked(kind, module, made, seen, report):
+        for module in {child: None for layer in layers for child in layer.modules()}:
+            found = {"mlp": Mlp.of(module), "router": Router.of(module)}
+            found["attention"] = Attention.of(module, norms, plan.asked)
+            for kind, made in found.items():
+                if isinstance(made, str):
+                    report.left[kind, f"{type(module).__name__}: {made}"] += 1
+                elif made is not None and _is_checked(kind, module, made, seen, report):
                     made.merge()
                     parts[module] = made
                     _replace(module, made)
@@ -195,9 +197,7 @@ def _difference(fused: Callable[[], torch.Tensor], expected: torch.Tensor) -> st
         got = fused()
     except (RuntimeError, TypeError, ValueError):  # shapes or arguments that this structure has not elsewhere
         return "it is called or shaped in another way"
-    tolerance, most = _TOLERANCE.get(expected.dtype, 0.0), float(expected.abs().max())
-    is_same = got.shape == expected.shape and float((got.float() - expected.float()).abs().max()) <= tolerance * most
-    return None if is_same else "it computes something else"
+    return None if is_near(got, expected) else "it computes something else"
 
 
 def _copied(args: Sequence[Any]) -> tuple[Any, ...]:

@@ -6,6 +6,8 @@ is an engine's; and `fused`, which computes what the module's own forward does, 
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,19 @@ from segue.llm.attention import LayerSpec, paged_attention
 from segue.llm.kernels.reference import activation_of
 from segue.llm.kv_cache import PagedKVCache
 
-__all__ = ["Attention", "Layer", "Mlp", "Norm", "first_of", "has_hooks"]
+__all__ = ["Attention", "Layer", "Mlp", "Norm", "Router", "first_of", "has_hooks", "is_near"]
+
+
+_TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""of the largest absolute value of the original's result"""
+
+
+def is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a fused result is the original's."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    most = float(expected.abs().max())
+    return float((found.float() - expected.float()).abs().max()) <= _TOLERANCE.get(expected.dtype, 0.0) * most
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -166,6 +180,79 @@ class Mlp:
     @property
     def output(self) -> Any:
         return self._module.down_proj
+
+
+class Router:
+    """What chooses the experts of each token, recognised by what it computes."""
+
+    def __init__(self, module: Any, **choice: Any) -> None:
+        self._module = module
+        self._choice = choice
+
+    @classmethod
+    def of(cls, module: Any) -> Router | str | None:
+        """For a module that is called a router, has a weight ``[experts, hidden]``, and answers logits, weights and indices
+        of `top_k` experts a token. A string is the reason why a router is not fused."""
+        weight, top_k = getattr(module, "weight", None), getattr(module, "top_k", None)
+        if (
+            not type(module).__name__.endswith("Router")
+            or not isinstance(top_k, int)
+            or not isinstance(weight, torch.Tensor)
+        ):
+            return None
+        if has_hooks(module) or weight.dim() != 2 or not 0 < top_k <= weight.shape[0]:
+            return None
+        probe = copy.copy(module)  # with other values, since a checkpoint's may hide a difference
+        make = torch.Generator(weight.device).manual_seed(0)
+        probe._parameters, probe._buffers = (
+            {name: None if t is None else _like(t, make) for name, t in tensors.items()}
+            for tensors in (module._parameters, module._buffers)
+        )
+        x = _like(weight[:1].expand(64, -1), make) * weight.shape[1] ** -0.5
+        try:
+            expected = type(module).forward(probe, x)
+            for is_softmax, normalizes, is_wide in itertools.product((True, False), repeat=3):
+                choice = {"is_softmax": is_softmax, "normalizes": normalizes, "is_wide": is_wide, "dtype": expected[1].dtype}
+                if _is_choice(cls(probe, **choice).fused(x), expected):
+                    return cls(module, **choice)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return "it is called or shaped in another way"
+        return "it computes something else"
+
+    def merge(self) -> None:
+        """It has nothing to merge."""
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return len(args) == 1 and not kwargs
+
+    def fused(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        m, choice = self._module, self._choice
+        logits = (_wide_linear if choice["is_wide"] else F.linear)(_flat(hidden), m.weight, getattr(m, "bias", None))
+        weights, index = torch.ops.segue.route(
+            logits, getattr(m, "e_score_correction_bias", None), m.top_k, choice["is_softmax"], choice["normalizes"],
+            float(getattr(m, "routed_scaling_factor", 1.0)), choice["dtype"],
+        )  # fmt: skip
+        return logits, weights, index
+
+
+def _like(tensor: torch.Tensor, make: torch.Generator) -> torch.Tensor:
+    return torch.randn(tensor.shape, device=tensor.device, generator=make).to(tensor.dtype)
+
+
+def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product in float32."""
+    if x.is_cuda and bias is None and x.dtype is weight.dtype and x.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def _is_choice(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether two routers answer the same, whichever of equal logits they take, and in whatever order."""
+
+    def parts(logits: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        return [logits, weights.sort(-1).values, logits.gather(1, index).sort(-1).values]
+
+    return len(expected) == 3 and all(is_near(f, e) for f, e in zip(parts(*found), parts(*expected), strict=True))
 
 
 class Attention:

@@ -4,7 +4,10 @@ transformers has three ways, and none fits everywhere. Its loop over experts ask
 `grouped_mm` is torch's grouped product: CUTLASS kernels for bfloat16 on compute capability 9 and 10, and for all else on
 CUDA a loop that copies the groups' ends to the host, which no graph can hold. `batched_mm` copies the weights of every pair
 of a token and an expert: right for a decode step, hopeless for a prefill. The fourth, `segue`, is ours: Triton kernels that
-find their expert on the device. `by_rows` takes ours for few rows, as a decode step has, and the grouped product for more.
+find their expert on the device. `by_rows` takes ours for few rows, as a decode step has, and torch's product for more.
+
+What lies around the products is ours in both: pairs of a token and an expert are sorted in one or two launches, padded
+tokens are in none of them, and a token's results are added up where they lie.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from segue.errors import ConfigError
-from segue.llm.experts import experts_modules
+from segue.graph import current, is_calling
+from segue.llm.experts import OURS, experts_modules
 from segue.llm.kernels import has_triton
 from segue.llm.kernels.reference import activation_of
 
@@ -24,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXPERTS = ("auto", "grouped_mm", "batched_mm", "segue", "by_rows")
-_OURS = ("segue", "by_rows")
 FEW_ROWS = 64
 """up to which ours were measured, and took 0.69 to 0.85 of the grouped product's step (H200, Qwen3-30B-A3B's shape)"""
 _GROUPED_CAPABILITIES = frozenset({9, 10})
@@ -56,14 +60,14 @@ def choose_experts(model: PreTrainedModel, asked: str, capability: tuple[int, in
     if not modules:
         return None
     refusal = _refusal(modules)
-    if asked in _OURS and refusal is not None:
+    if asked in OURS and refusal is not None:
         raise ConfigError(f"experts is {asked!r}, which cannot run these: {refusal}; choose another, or 'auto'")
     choice = ExpertsChoice(asked, asked, "as asked")
     if asked == "auto":
         choice = _automatic(model.dtype, capability, refusal)
     _register()
     model.set_experts_implementation(choice.name)
-    if choice.name in _OURS:
+    if choice.name in OURS:
         for module in modules:
             module.segue_activation = activation_of(module, module.gate_up_proj.device)
     return choice
@@ -113,25 +117,38 @@ def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """transformers' convention: ``[T, hidden]``, ``[T, k]``, ``[T, k]`` -> ``[T, hidden]``. Recordable. An index that is no
-    expert's adds nothing and costs nothing."""
-    top_k = top_k_index.shape[-1]
-    by_expert, order = top_k_index.reshape(-1).sort(stable=True)
-    every = torch.arange(self.num_experts, device=by_expert.device, dtype=by_expert.dtype)
-    ends = torch.searchsorted(by_expert, every, right=True, out_int32=True)
-    activation = self.segue_activation
-    up = torch.ops.segue.experts_up(hidden_states, order, ends, self.gate_up_proj, top_k, activation)
-    scales = top_k_weights.reshape(-1).to(hidden_states.dtype)
-    down: torch.Tensor = torch.ops.segue.experts_down(up, order, ends, self.down_proj, scales)
-    return down.view(-1, top_k, down.shape[-1]).sum(dim=1)
+    expert's adds nothing and costs nothing; nor do rows beyond the tokens of a batch."""
+    tokens, places, ends = _pairs(self, top_k_index)
+    up = torch.ops.segue.experts_up(hidden_states, tokens, ends, self.gate_up_proj, self.segue_activation)
+    return _combined(torch.ops.segue.experts_down(up, ends, self.down_proj), places, top_k_weights)
+
+
+def grouped_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The same, by torch's grouped product. It leaves rows of no expert unwritten, and nobody reads them."""
+    tokens, places, ends = _pairs(self, top_k_index)
+    up = F.grouped_mm(hidden_states.index_select(0, tokens), self.gate_up_proj.transpose(1, 2), offs=ends)
+    up = torch.ops.segue.gated(up, self.segue_activation)
+    return _combined(F.grouped_mm(up, self.down_proj.transpose(1, 2), offs=ends), places, top_k_weights)
 
 
 def by_rows_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """As `experts_forward`; a compiler, whose program serves all sizes, gets the grouped product alone."""
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
     is_small = not torch.compiler.is_compiling() and hidden_states.shape[0] <= FEW_ROWS
-    forward = experts_forward if is_small else grouped_mm_experts_forward
-    out: torch.Tensor = forward(self, hidden_states, top_k_index, top_k_weights)
+    forward = experts_forward if is_small else grouped_forward
+    return forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _pairs(experts: Any, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_tokens = current().batch.num_tokens if is_calling() else None
+    pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    pairs = torch.ops.segue.pairs_by_expert(index, experts.num_experts, num_tokens)
+    return pairs
+
+
+def _combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.segue.combine(rows, places, weights)
     return out

@@ -143,10 +143,10 @@ def _table(title: str, name: str, readings: list[Reading]) -> str:
         "resident",
         "pool",
         "driver",
-        "eager peak",
+        "peak",
         "in all",
         "+/-",
-        "eager held",
+        "held",
         "held in all",
         "+/-",
     ]
@@ -162,7 +162,7 @@ def _table(title: str, name: str, readings: list[Reading]) -> str:
         ]
         for r in readings
     ]
-    return f"{title}; +/-: against no graphs\n{format_table([*headers, *(['mixed held'] if has_mixed else [])], rows)}"
+    return f"{title}; peak, held: of one pass; +/-: against no graphs\n{format_table([*headers, *(['mixed held'] if has_mixed else [])], rows)}"
 
 
 def _signed(nbytes: int) -> str:

@@ -32,12 +32,24 @@ _SCHEMAS = {
     "linear_add": "(Tensor(a!) hidden, Tensor x, Tensor weight, Tensor? bias) -> ()",
     # logits[R, V] -> [2, R] int64: the likeliest token, the first of equals; whether its logit is finite
     "greedy": "(Tensor logits) -> Tensor",
-    # Pairs of a token and an expert, sorted by expert: order[S] int64 has their places (token * top_k + choice), ends[E]
-    # int32 where each expert's end. x[T, K], weight[E, 2F, K] -> activation(gate) * up [S, F], in sorted order
-    "experts_up": "(Tensor x, Tensor order, Tensor ends, Tensor weight, int top_k, str activation) -> Tensor",
-    # x[S, F] in sorted order, weight[E, N, F], scales[S] -> [S, N]: scaled, pairs in their own places, zero without expert
-    "experts_down": "(Tensor x, Tensor order, Tensor ends, Tensor weight, Tensor scales) -> Tensor",
-    # qkv[T, (heads + 2 kv_heads) * D], cos and sin [T, D] -> q[T, heads, D]; K and V go to their slots of the cache
+    # A router's choice: logits[T, E] -> weights[T, k] of `dtype`, index[T, k] int64. Scores are a softmax or sigmoids; a
+    # `bias` joins them for the choice alone; the chosen ones are divided by their sum, or not, and multiplied by `scale`.
+    "route": (
+        "(Tensor logits, Tensor? bias, int top_k, bool is_softmax, bool normalizes, float scale, ScalarType dtype) "
+        "-> (Tensor, Tensor)"
+    ),
+    # Pairs of a token and an expert, index[T, k] int64, sorted by expert: tokens[T * k], where each pair lies then,
+    # places[T, k] (-1: it has no expert), and ends[E] of the experts' pairs, all int32. Rows from `num_tokens` on, and
+    # indices that are no expert's, have none: they lie behind all others.
+    "pairs_by_expert": "(Tensor index, int num_experts, Tensor? num_tokens) -> (Tensor, Tensor, Tensor)",
+    # x[T, K], weight[E, 2F, K] -> activation(gate) * up [S, F], sorted by expert; unwritten beyond the last end
+    "experts_up": "(Tensor x, Tensor tokens, Tensor ends, Tensor weight, str activation) -> Tensor",
+    # x[S, F], sorted by expert, weight[E, N, F] -> [S, N]; unwritten beyond the last end
+    "experts_down": "(Tensor x, Tensor ends, Tensor weight) -> Tensor",
+    # rows[S, N], sorted by expert, places[T, k], weights[T, k] -> the weighted sum of each token's rows [T, N]
+    "combine": "(Tensor rows, Tensor places, Tensor weights) -> Tensor",
+    # qkv[T, (heads + 2 kv_heads) * D], cos and sin [T, R] -> q[T, heads, D]; K and V go to their slots of the cache. The
+    # first R of D dimensions are rotated.
     "rotate_into": (
         "(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, bool adds_one, "
         "Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor"

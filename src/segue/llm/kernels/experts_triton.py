@@ -17,12 +17,12 @@ from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
 
 @triton.jit
 def _experts_kernel(
-    x, order, ends, weight, scales, out, size, num_experts,
-    K: tl.constexpr, TOP_K: tl.constexpr, IS_UP: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    x, tokens, ends, weight, out, size, num_experts,
+    K: tl.constexpr, IS_UP: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`size` columns of ``out``. Up: rows of tokens, gathered, to ``activation(gate) * up`` in sorted order. Down: rows in
-    sorted order to the pairs' own places, times their scales."""
+    """`size` columns of ``out``, its rows sorted by expert. Up: rows of tokens, gathered, to ``activation(gate) * up``.
+    Down: rows in that order."""
     tile = tl.program_id(1)
     experts = tl.arange(0, BLOCK_E)
     exists = experts < num_experts
@@ -37,11 +37,10 @@ def _experts_kernel(
         end = tl.sum(tl.where(is_mine, until, 0), axis=0)
         rows = start + tl.arange(0, BLOCK_M)
         inside = rows < end
-        pairs = tl.load(order + rows, mask=inside, other=0)
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = columns < size
         at = tl.arange(0, BLOCK_K)
-        sources = (pairs // TOP_K if IS_UP else rows).to(tl.int64) * K
+        sources = (tl.load(tokens + rows, mask=inside, other=0) if IS_UP else rows).to(tl.int64) * K
         matrix = weight + expert.to(tl.int64) * size * (2 * K if IS_UP else K) + columns.to(tl.int64)[None] * K
         sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         ups = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -59,48 +58,34 @@ def _experts_kernel(
         result = sums.to(dtype).to(tl.float32)
         if IS_UP:
             result = activated(result, ACTIVATION).to(dtype).to(tl.float32) * ups.to(dtype).to(tl.float32)
-            targets = rows
-        else:
-            result = result * tl.load(scales + pairs, mask=inside, other=0.0).to(tl.float32)[:, None]
-            targets = pairs
-        places_out = out + targets.to(tl.int64)[:, None] * size + columns[None]
+        places_out = out + rows.to(tl.int64)[:, None] * size + columns[None]
         tl.store(places_out, result.to(dtype), mask=inside[:, None] & is_column[None])
 
 
 def experts_up(
-    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, top_k: int, activation: str
+    x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    out = torch.empty(order.shape[0], weight.shape[1] // 2, dtype=x.dtype, device=x.device)
-    _launch(x, order, ends, weight, None, out, top_k, activation)
-    return out
+    return _launch(x, tokens, ends, weight, activation)
 
 
-def experts_down(
-    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    out = torch.zeros(order.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
-    _launch(x, order, ends, weight, scales, out, 1, None)
-    return out
+def experts_down(x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _launch(x, None, ends, weight, None)
 
 
 def _launch(
-    x: torch.Tensor,
-    order: torch.Tensor,
-    ends: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    out: torch.Tensor,
-    top_k: int,
-    activation: str | None,
-) -> None:
-    pairs, size, num_experts = order.shape[0], out.shape[1], ends.shape[0]
+    x: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor, weight: torch.Tensor, activation: str | None
+) -> torch.Tensor:
+    pairs = x.shape[0] if tokens is None else tokens.shape[0]
+    size, num_experts = weight.shape[1] // (1 if activation is None else 2), ends.shape[0]
+    out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     share = pairs / num_experts  # rows an expert has on average
     rows, columns, warps = (16, 32, 4) if share <= 8 else (32, 64, 4) if share <= 32 else (64, 128, 8)
     most_tiles = min(pairs, num_experts + pairs // rows)
     _experts_kernel[(triton.cdiv(size, columns), most_tiles)](
-        x.contiguous(), order, ends, weight, weight if scales is None else scales, out, size, num_experts,
-        K=x.shape[1], TOP_K=top_k, IS_UP=activation is not None,
+        x.contiguous(), ends if tokens is None else tokens, ends, weight, out, size, num_experts,
+        K=x.shape[1], IS_UP=activation is not None,
         ACTIVATION=0 if activation is None else ACTIVATION_CODES[activation],
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32", BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=64, STAGES=3, num_warps=warps,
     )  # fmt: skip
+    return out

@@ -67,23 +67,61 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack((likeliest, largest.isfinite().to(torch.int64)))
 
 
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    is_softmax: bool,
+    normalizes: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = logits.float()
+    scores = wide.softmax(-1) if is_softmax else wide.sigmoid()
+    index = (scores if bias is None else scores + bias).topk(top_k).indices
+    weights = scores.gather(1, index)
+    if normalizes:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (weights * scale).to(dtype), index
+
+
+def pairs_by_expert(
+    index: torch.Tensor, num_experts: int, num_tokens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, top_k = index.shape
+    if num_tokens is not None:
+        is_real = torch.arange(rows, device=index.device) < num_tokens
+        index = torch.where(is_real[:, None], index, num_experts)
+    expert = index.reshape(-1)
+    by_expert, order = expert.sort(stable=True)
+    every = torch.arange(num_experts, device=index.device, dtype=index.dtype)
+    ends = torch.searchsorted(by_expert, every, right=True, out_int32=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.shape[0], device=index.device)
+    places = torch.where(expert < num_experts, places, -1)
+    return (order // top_k).to(torch.int32), places.view(rows, top_k).to(torch.int32), ends
+
+
 def experts_up(
-    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, top_k: int, activation: str
+    x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    out = x.new_empty(order.shape[0], weight.shape[1] // 2)
+    out = x.new_empty(tokens.shape[0], weight.shape[1] // 2)
     for expert, start, end in _groups(ends):
-        out[start:end] = gated(F.linear(x[order[start:end] // top_k], weight[expert]), activation)
+        out[start:end] = gated(F.linear(x[tokens[start:end]], weight[expert]), activation)
     return out
 
 
-def experts_down(
-    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    out = x.new_zeros(order.shape[0], weight.shape[1])
+def experts_down(x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[1])
     for expert, start, end in _groups(ends):
-        places = order[start:end]
-        out[places] = F.linear(x[start:end], weight[expert]) * scales[places, None]
+        out[start:end] = F.linear(x[start:end], weight[expert])
     return out
+
+
+def combine(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    has_expert = (places >= 0)[..., None]
+    products = rows[places.clamp(min=0)] * weights[..., None]
+    return torch.where(has_expert, products, 0).sum(dim=1).to(rows.dtype)
 
 
 def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
@@ -119,5 +157,7 @@ def rotate_into(
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -11,10 +11,11 @@ import triton.language as tl
 from segue.llm.kernels import reference
 from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
 from segue.llm.kernels.experts_triton import experts_down, experts_up
+from segue.llm.kernels.routing_triton import combine, pairs_by_expert, route
 
 __all__ = [
-    "experts_down", "experts_up", "gated", "greedy", "linear_add", "norm_linear", "norm_linear_gated", "rms_norm",
-    "rotate_into",
+    "combine", "experts_down", "experts_up", "gated", "greedy", "linear_add", "norm_linear", "norm_linear_gated",
+    "pairs_by_expert", "rms_norm", "rotate_into", "route",
 ]  # fmt: skip
 
 _HEADS_PER_PROGRAM = 8
@@ -71,12 +72,31 @@ def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     return out
 
 
+@triton.jit
+def _normed(x, weight, scale, DTYPE: tl.constexpr, ADDS_ONE: tl.constexpr):
+    """Part of some heads; `weight` is that part's, a row a head."""
+    if ADDS_ONE:
+        result = x * scale * (1.0 + weight)
+    else:
+        result = (x * scale).to(DTYPE).to(tl.float32) * weight
+    return result.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _head_weight(q_weight, k_weight, is_q, at, inside):
+    of_q = tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32)[None]
+    of_k = tl.load(k_weight + at, mask=inside, other=0.0).to(tl.float32)[None]
+    return tl.where(is_q[:, None], of_q, of_k)
+
+
 @triton.jit(do_not_specialize=["heads"])
 def _rotate_kernel(
     qkv, cos, sin, q_weight, k_weight, slots, keys, values, q_out,
     stride, cos_stride, heads, kv_heads, eps,
-    HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, ADDS_ONE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    """A head is two halves that are rotated, and dimensions after them that are not (`REST`, a power of 2; 0: none)."""
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     at = tl.arange(0, BLOCK)
@@ -84,47 +104,48 @@ def _rotate_kernel(
     is_q = head < heads
     is_k = (head >= heads) & (head < heads + kv_heads)
     is_v = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
-    exists = (head < heads + 2 * kv_heads)[:, None] & inside[None]
-    source = qkv + row * stride + head[:, None] * (2 * HALF) + at[None]
+    is_head = (head < heads + 2 * kv_heads)[:, None]
+    exists = is_head & inside[None]
+    source = qkv + row * stride + head[:, None] * DIM + at[None]
     first_in = tl.load(source, mask=exists, other=0.0)
     second_in = tl.load(source + HALF, mask=exists, other=0.0)
     dtype = first_in.dtype
     first, second = first_in.to(tl.float32), second_in.to(tl.float32)
+    if REST > 0:
+        more = 2 * HALF + tl.arange(0, REST)
+        is_more = more < DIM
+        rest_in = tl.load(qkv + row * stride + head[:, None] * DIM + more[None], mask=is_head & is_more[None], other=0.0)
+        rest = rest_in.to(tl.float32)
     if HAS_NORM:
-        mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF)
-        scale = tl.rsqrt(mean + eps)[:, None]
-        first, second = first * scale, second * scale
-        wq1 = tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32)[None]
-        wq2 = tl.load(q_weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None]
-        wk1 = tl.load(k_weight + at, mask=inside, other=0.0).to(tl.float32)[None]
-        wk2 = tl.load(k_weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None]
-        w1, w2 = tl.where(is_q[:, None], wq1, wk1), tl.where(is_q[:, None], wq2, wk2)
-        if ADDS_ONE:
-            first, second = first * (1.0 + w1), second * (1.0 + w2)
-        else:
-            first = first.to(dtype).to(tl.float32) * w1
-            second = second.to(dtype).to(tl.float32) * w2
-        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        first = _normed(first, _head_weight(q_weight, k_weight, is_q, at, inside), scale, dtype, ADDS_ONE)
+        second = _normed(second, _head_weight(q_weight, k_weight, is_q, HALF + at, inside), scale, dtype, ADDS_ONE)
+        if REST > 0:
+            rest = _normed(rest, _head_weight(q_weight, k_weight, is_q, more, is_more), scale, dtype, ADDS_ONE)
     c1 = tl.load(cos + row * cos_stride + at, mask=inside, other=0.0).to(tl.float32)[None]
     c2 = tl.load(cos + row * cos_stride + HALF + at, mask=inside, other=0.0).to(tl.float32)[None]
     s1 = tl.load(sin + row * cos_stride + at, mask=inside, other=0.0).to(tl.float32)[None]
     s2 = tl.load(sin + row * cos_stride + HALF + at, mask=inside, other=0.0).to(tl.float32)[None]
     out1 = (first * c1).to(dtype).to(tl.float32) - (second * s1).to(dtype).to(tl.float32)
     out2 = (second * c2).to(dtype).to(tl.float32) + (first * s2).to(dtype).to(tl.float32)
-    out1, out2 = out1.to(dtype), out2.to(dtype)
-    q_at = q_out + (row * heads + head[:, None]) * (2 * HALF) + at[None]
-    to_q = is_q[:, None] & inside[None]
-    tl.store(q_at, out1, mask=to_q)
-    tl.store(q_at + HALF, out2, mask=to_q)
     slot = tl.load(slots + row).to(tl.int64)
-    k_at = keys + (slot * kv_heads + head[:, None] - heads) * (2 * HALF) + at[None]
-    to_k = is_k[:, None] & inside[None]
-    tl.store(k_at, out1, mask=to_k)
-    tl.store(k_at + HALF, out2, mask=to_k)
-    v_at = values + (slot * kv_heads + head[:, None] - heads - kv_heads) * (2 * HALF) + at[None]
-    to_v = is_v[:, None] & inside[None]
-    tl.store(v_at, first_in, mask=to_v)
-    tl.store(v_at + HALF, second_in, mask=to_v)
+    to_q = q_out + (row * heads + head[:, None]) * DIM
+    to_k = keys + (slot * kv_heads + head[:, None] - heads) * DIM
+    to_v = values + (slot * kv_heads + head[:, None] - heads - kv_heads) * DIM
+    for_q, for_k, for_v = is_q[:, None] & inside[None], is_k[:, None] & inside[None], is_v[:, None] & inside[None]
+    tl.store(to_q + at[None], out1.to(dtype), mask=for_q)
+    tl.store(to_q + HALF + at[None], out2.to(dtype), mask=for_q)
+    tl.store(to_k + at[None], out1.to(dtype), mask=for_k)
+    tl.store(to_k + HALF + at[None], out2.to(dtype), mask=for_k)
+    tl.store(to_v + at[None], first_in, mask=for_v)
+    tl.store(to_v + HALF + at[None], second_in, mask=for_v)
+    if REST > 0:
+        tl.store(to_q + more[None], rest.to(dtype), mask=is_q[:, None] & is_more[None])
+        tl.store(to_k + more[None], rest.to(dtype), mask=is_k[:, None] & is_more[None])
+        tl.store(to_v + more[None], rest_in, mask=is_v[:, None] & is_more[None])
 
 
 def rotate_into(
@@ -140,15 +161,15 @@ def rotate_into(
     values: torch.Tensor,
 ) -> torch.Tensor:
     kv_heads, dim = keys.shape[1:]
-    rows = qkv.shape[0]
+    rows, half = qkv.shape[0], cos.shape[1] // 2
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
     grid = (triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM), rows)
     _rotate_kernel[grid](
         qkv, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
         slots, keys, values, q, qkv.stride(0), cos.stride(0), heads, kv_heads, eps,
-        HAS_NORM=q_weight is not None, ADDS_ONE=adds_one, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS_PER_PROGRAM, num_warps=4,
+        HAS_NORM=q_weight is not None, ADDS_ONE=adds_one, DIM=dim, HALF=half, BLOCK=triton.next_power_of_2(half),
+        REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, HEADS=_HEADS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     return q
 
