@@ -162,7 +162,8 @@ def _table(title: str, name: str, readings: list[Reading]) -> str:
         ]
         for r in readings
     ]
-    return f"{title}; peak, held: of one pass; +/-: against no graphs\n{format_table([*headers, *(['mixed held'] if has_mixed else [])], rows)}"
+    table = format_table([*headers, *(["mixed held"] if has_mixed else [])], rows)
+    return f"{title}; peak, held: of one pass; +/-: against no graphs\n{table}"
 
 
 def _signed(nbytes: int) -> str:
