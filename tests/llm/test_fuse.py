@@ -274,3 +274,18 @@ def test_rotating_is_near_the_reference(
     torch.testing.assert_close(got, expected, **close)
     for one, other in zip(*caches, strict=True):
         torch.testing.assert_close(one, other, **close)
+
+
+@pytest.mark.kernel
+def test_a_remembered_launch_is_of_the_same_binary() -> None:
+    """Sizes of 1, of 16 and of neither, and addresses off the alignment, each compiled for apart, in turn and again."""
+    pytest.importorskip("triton")
+    from segue.llm.kernels import triton_kernels
+
+    x = torch.randn(48, 67, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    for _ in range(2):
+        for rows in (1, 16, 7):
+            for part in (x[:rows, :64], x[:rows, 1:65], x[:rows, :33], x[:rows, 3:4]):
+                weight = x[40, : part.shape[1]]
+                got = triton_kernels.rms_norm(part, weight, 1e-6, False)
+                torch.testing.assert_close(got, reference.rms_norm(part, weight, 1e-6, False))

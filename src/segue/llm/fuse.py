@@ -116,9 +116,8 @@ def fuse(model: nn.Module, facts: ModelFacts, max_positions: int) -> FusionRepor
             _replace(module, norm)
         parts: dict[nn.Module, Any] = {}
         for module in {child: None for layer in layers for child in layer.modules()}:
-            found = {"mlp": Mlp.of(module), "router": Router.of(module)}
-            found["attention"] = Attention.of(module, norms, plan.asked)
-            for kind, made in found.items():
+            attention = Attention.of(module, norms, plan.asked)
+            for kind, made in (("mlp", Mlp.of(module)), ("router", Router.of(module)), ("attention", attention)):
                 if isinstance(made, str):
                     report.left[kind, f"{type(module).__name__}: {made}"] += 1
                 elif made is not None and _is_checked(kind, module, made, seen, report):

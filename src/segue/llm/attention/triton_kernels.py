@@ -20,9 +20,12 @@ Scores are kept in base 2. A key that is masked is never loaded: stale pages may
 import triton
 import triton.language as tl
 
+from segue.llm.kernels.launch import Launcher
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+@Launcher
 @triton.jit
 def write_kernel(
     k_ptr,
@@ -55,6 +58,7 @@ def write_kernel(
     tl.store(v_cache_ptr + slot * V_WIDTH + places, tl.load(source, mask=places < V_WIDTH), mask=places < V_WIDTH)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["window", "num_splits", "table_stride"])
 def decode_kernel(
     q_ptr,
@@ -229,6 +233,7 @@ def _merge(
     tl.store(out_ptr + (pair * GROUP + heads)[:, None] * VALUE_DIM + value_dims[None, :], result, mask=out_mask)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["window", "num_requests", "num_rows", "table_stride"])
 def extend_kernel(
     q_ptr,

@@ -73,7 +73,8 @@ def _decode(
         states = q.new_empty(requests * kv_heads * splits * group * 2, dtype=torch.float32)
     block_v, merge_g = _block(value_dim), triton.next_power_of_2(group)
     with _on(q.device):
-        decode_kernel[(kv_heads, splits, requests)](
+        decode_kernel(
+            (kv_heads, splits, requests),
             q, k, v, out, k_cache, v_cache, table, lengths, slots, out if sinks is None else sinks, sums, states, arrived,
             *_scaled(scale, softcap), window, splits, table.stride(0),
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -112,13 +113,15 @@ def _extend(
     with _on(q.device):
         if k is not None and v is not None:
             k, v = _with_dense_rows(k), _with_dense_rows(v)
-            write_kernel[(tokens,)](
+            write_kernel(
+                (tokens,),
                 k, v, k_cache, v_cache, slots, num_tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 K_WIDTH=kv_heads * dim, V_WIDTH=kv_heads * value_dim, DIM=dim, VALUE_DIM=value_dim,
                 BLOCK_K=triton.next_power_of_2(kv_heads * dim), BLOCK_V=triton.next_power_of_2(kv_heads * value_dim),
                 num_warps=4,
             )  # fmt: skip
-        extend_kernel[(kv_heads, tokens // block_q + requests + 1)](
+        extend_kernel(
+            (kv_heads, tokens // block_q + requests + 1),
             q, out, k_cache, v_cache, table, lengths, query_start, out if sinks is None else sinks,
             *_scaled(scale, softcap), window, requests, tokens, table.stride(0), q.stride(0), q.stride(1),
             NUM_KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size,

@@ -7,7 +7,9 @@ where transformers' code rounds, so results differ from it by the order of a sum
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
@@ -71,12 +73,13 @@ for _name, _schema in _SCHEMAS.items():
 def _on_cuda(name: str) -> None:
     """Imports triton at the first call: it takes a second, and most processes never need it."""
 
+    found: Callable[..., object] | None = None
+
     def call(*args: object) -> object:
-        if has_triton():
-            from segue.llm.kernels import triton_kernels as kernels
-        else:
-            from segue.llm.kernels import reference as kernels  # type: ignore[no-redef]
-        return getattr(kernels, name)(*args)
+        nonlocal found
+        if found is None:
+            found = getattr(importlib.import_module(f"{__name__}.{'triton_kernels' if has_triton() else 'reference'}"), name)
+        return found(*args)
 
     _library.impl(name, call, "CUDA")
 

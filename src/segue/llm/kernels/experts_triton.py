@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 
 from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
+from segue.llm.kernels.launch import Launcher
 
 
+@Launcher
 @triton.jit
 def _experts_kernel(
     x, tokens, ends, weight, out, size, num_experts,
@@ -81,7 +83,8 @@ def _launch(
     share = pairs / num_experts  # rows an expert has on average
     rows, columns, warps = (16, 32, 4) if share <= 8 else (32, 64, 4) if share <= 32 else (64, 128, 8)
     most_tiles = min(pairs, num_experts + pairs // rows)
-    _experts_kernel[(triton.cdiv(size, columns), most_tiles)](
+    _experts_kernel(
+        (triton.cdiv(size, columns), most_tiles),
         x.contiguous(), ends if tokens is None else tokens, ends, weight, out, size, num_experts,
         K=x.shape[1], IS_UP=activation is not None,
         ACTIVATION=0 if activation is None else ACTIVATION_CODES[activation],

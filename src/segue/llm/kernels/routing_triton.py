@@ -10,11 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from segue.llm.kernels.launch import Launcher
+
 _PAIRS = 64  # a block
 _BLOCKS = 16  # of counts, read at once
 _COLUMNS = 1024
 
 
+@Launcher
 @triton.jit
 def _route_kernel(
     logits, bias, weights, index, stride, scale, num_experts,
@@ -66,8 +69,8 @@ def route(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     weights = torch.empty(rows, top_k, dtype=dtype, device=logits.device)
     index = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
-    _route_kernel[(rows,)](
-        logits, logits if bias is None else bias, weights, index, logits.stride(0), scale, num_experts,
+    _route_kernel(
+        (rows,), logits, logits if bias is None else bias, weights, index, logits.stride(0), scale, num_experts,
         TOP_K=top_k, IS_SOFTMAX=is_softmax, HAS_BIAS=bias is not None, NORMALIZES=normalizes,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
     )  # fmt: skip
@@ -84,6 +87,7 @@ def _experts_of(index, num_tokens, pairs, pair, num_experts, TOP_K: tl.constexpr
     return tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(
     index, num_tokens, counts, pairs, num_experts,
@@ -96,6 +100,7 @@ def _count_kernel(
     tl.store(counts + block * BLOCK_E + experts, tl.sum((expert[:, None] == experts[None]).to(tl.int32), axis=0))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["pairs", "blocks"])
 def _place_kernel(
     index, num_tokens, counts, tokens, places, ends, pairs, num_experts, blocks,
@@ -144,13 +149,15 @@ def pairs_by_expert(
     common = {"TOP_K": top_k, "HAS_COUNT": num_tokens is not None, "PAIRS": _PAIRS, "BLOCK_E": block_e, "num_warps": 8}
     count = index if num_tokens is None else num_tokens
     if blocks > 1:
-        _count_kernel[(blocks,)](index, count, counts, pairs, num_experts, **common)
-    _place_kernel[(blocks,)](
-        index, count, counts, tokens, places, ends, pairs, num_experts, blocks, BLOCKS=_BLOCKS, IS_ONE=blocks == 1, **common
-    )
+        _count_kernel((blocks,), index, count, counts, pairs, num_experts, **common)
+    _place_kernel(
+        (blocks,), index, count, counts, tokens, places, ends, pairs, num_experts, blocks,
+        BLOCKS=_BLOCKS, IS_ONE=blocks == 1, **common,
+    )  # fmt: skip
     return tokens, places, ends
 
 
+@Launcher
 @triton.jit
 def _combine_kernel(rows, places, weights, out, size, TOP_K: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -172,8 +179,8 @@ def _combine_kernel(rows, places, weights, out, size, TOP_K: tl.constexpr, ROUND
 def combine(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     (tokens, top_k), size = places.shape, rows.shape[1]
     out = torch.empty(tokens, size, dtype=rows.dtype, device=rows.device)
-    _combine_kernel[(tokens, triton.cdiv(size, _COLUMNS))](
-        rows, places, weights.contiguous(), out, size,
+    _combine_kernel(
+        (tokens, triton.cdiv(size, _COLUMNS)), rows, places, weights.contiguous(), out, size,
         TOP_K=top_k, ROUNDS=weights.dtype is rows.dtype, BLOCK=_COLUMNS, num_warps=4,
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import triton.language as tl
 from segue.llm.kernels import reference
 from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
 from segue.llm.kernels.experts_triton import experts_down, experts_up
+from segue.llm.kernels.launch import Launcher
 from segue.llm.kernels.routing_triton import combine, pairs_by_expert, route
 
 __all__ = [
@@ -24,6 +25,7 @@ _LOGITS_BLOCK = 2048
 _ROWS, _COLUMNS = 4, 256  # of a weight, a program; of 19 settings the fastest over the four products of a layer (H200)
 
 
+@Launcher
 @triton.jit
 def _norm_kernel(x, weight, out, stride, size, eps, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -45,13 +47,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool) 
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size).contiguous()
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
-    _norm_kernel[(rows.shape[0],)](
-        rows, weight, out, rows.stride(0), size, eps,
+    _norm_kernel(
+        (rows.shape[0],), rows, weight, out, rows.stride(0), size, eps,
         ADDS_ONE=adds_one, BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out.view(x.shape)
 
 
+@Launcher
 @triton.jit
 def _gated_kernel(x, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
@@ -68,7 +71,7 @@ def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(size, _GATED_BLOCK), rows)
-    _gated_kernel[grid](x, out, size, ACTIVATION=ACTIVATION_CODES[activation], BLOCK=_GATED_BLOCK, num_warps=4)
+    _gated_kernel(grid, x, out, size, ACTIVATION=ACTIVATION_CODES[activation], BLOCK=_GATED_BLOCK, num_warps=4)
     return out
 
 
@@ -89,6 +92,7 @@ def _head_weight(q_weight, k_weight, is_q, at, inside):
     return tl.where(is_q[:, None], of_q, of_k)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["heads"])
 def _rotate_kernel(
     qkv, cos, sin, q_weight, k_weight, slots, keys, values, q_out,
@@ -165,8 +169,8 @@ def rotate_into(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
     grid = (triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM), rows)
-    _rotate_kernel[grid](
-        qkv, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
+    _rotate_kernel(
+        grid, qkv, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
         slots, keys, values, q, qkv.stride(0), cos.stride(0), heads, kv_heads, eps,
         HAS_NORM=q_weight is not None, ADDS_ONE=adds_one, DIM=dim, HALF=half, BLOCK=triton.next_power_of_2(half),
         REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, HEADS=_HEADS_PER_PROGRAM, num_warps=4,
@@ -174,6 +178,7 @@ def rotate_into(
     return q
 
 
+@Launcher
 @triton.jit
 def _row_product_kernel(
     x, norm_weight, weight, bias, out, size, eps,
@@ -240,8 +245,8 @@ def _row_product(
     if out is None:
         out = torch.empty(1, size, dtype=x.dtype, device=x.device)
     norm_weight, eps, adds_one = (weight, 0.0, False) if norm is None else norm
-    _row_product_kernel[(triton.cdiv(size, _ROWS),)](
-        x, norm_weight, weight, weight if bias is None else bias, out, size, eps,
+    _row_product_kernel(
+        (triton.cdiv(size, _ROWS),), x, norm_weight, weight, weight if bias is None else bias, out, size, eps,
         K=weight.shape[1], NORM=0 if norm is None else 1 + adds_one, GATED=activation is not None, ADDS=adds,
         HAS_BIAS=bias is not None, ACTIVATION=0 if activation is None else ACTIVATION_CODES[activation],
         BLOCK_N=_ROWS, BLOCK_K=_COLUMNS, STAGES=5, num_warps=2,
@@ -283,6 +288,7 @@ def linear_add(hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
         reference.linear_add(hidden, x, weight, bias)
 
 
+@Launcher
 @triton.jit
 def _largest_kernel(logits, values, places, stride, size, parts, BLOCK: tl.constexpr):
     """The largest logit of each part of each row, and where it lies: the first of equals; NaN counts as largest."""
@@ -296,6 +302,7 @@ def _largest_kernel(logits, values, places, stride, size, parts, BLOCK: tl.const
     tl.store(places + row * parts + part, tl.min(tl.where(found == largest, at, size), axis=0))
 
 
+@Launcher
 @triton.jit
 def _likeliest_kernel(values, places, out, rows, parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -314,6 +321,6 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     out = torch.empty(2, rows, dtype=torch.int64, device=logits.device)
-    _largest_kernel[(parts, rows)](logits, values, places, logits.stride(0), size, parts, BLOCK=_LOGITS_BLOCK, num_warps=4)
-    _likeliest_kernel[(rows,)](values, places, out, rows, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    _largest_kernel((parts, rows), logits, values, places, logits.stride(0), size, parts, BLOCK=_LOGITS_BLOCK, num_warps=4)
+    _likeliest_kernel((rows,), values, places, out, rows, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return out
