@@ -114,7 +114,7 @@ def test_what_has_hooks_still_calls_them(part: str) -> None:
 def test_a_router_that_chooses_in_another_way_is_left_alone(what: str) -> None:
     """One that limits the choice to some groups of experts, scales otherwise than its attribute says, or squares scores."""
     changes: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2} if what == "groups" else {}
-    model = load_model(tiny_model("Glm4Moe", **changes), device="cpu")
+    model = loaded("Glm4Moe", **changes)
     router = model.model.model.layers[1].mlp.gate
     if what != "groups":
 
