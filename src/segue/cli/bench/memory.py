@@ -6,7 +6,8 @@ ceiling starts an engine, runs one prefill of exactly the chunk size, and adds u
 graphs, and what that prefill held on top. All ceilings have the same weights and the same cache.
 
 It adds up twice. A pool is memory that the allocator took and keeps; the eager peak is of tensors, and the allocator took
-more for them and keeps that too (*held*). Tensors say what is needed at once, held bytes what nobody else can have.
+more for them and keeps that too (*held*; *mixed held* after prefills of many lengths). Tensors say what is needed at once,
+held bytes what nobody else can have.
 
 On CUDA each engine has a process of its own: the driver keeps memory of graphs that were destroyed and gives it to the
 next ones, so in one process only the first engine's driver bytes are its own.
@@ -136,7 +137,6 @@ def doubling(most: int) -> tuple[int, ...]:
 
 def _table(title: str, name: str, readings: list[Reading]) -> str:
     base = readings[0]
-    has_mixed = base.mixed is not None
     headers = [
         name,
         "graphs",
@@ -147,6 +147,7 @@ def _table(title: str, name: str, readings: list[Reading]) -> str:
         "in all",
         "+/-",
         "held",
+        *(["mixed held"] if base.mixed is not None else []),
         "held in all",
         "+/-",
     ]
@@ -156,14 +157,12 @@ def _table(title: str, name: str, readings: list[Reading]) -> str:
             str(r.graphs),
             *map(format_bytes, (r.resident, r.pool, r.driver, r.peak, r.total)),
             "" if r is base else _signed(r.total - base.total),
-            *map(format_bytes, (r.held, r.held_total)),
+            *map(format_bytes, (r.held, *([] if r.mixed is None else [r.mixed]), r.held_total)),
             "" if r is base else _signed(r.held_total - base.held_total),
-            *([format_bytes(r.mixed or 0)] if has_mixed else []),
         ]
         for r in readings
     ]
-    table = format_table([*headers, *(["mixed held"] if has_mixed else [])], rows)
-    return f"{title}; peak, held: of one pass; +/-: against no graphs\n{table}"
+    return f"{title}; peak, held: of one pass; +/-: against no graphs\n{format_table(headers, rows)}"
 
 
 def _signed(nbytes: int) -> str:

@@ -49,8 +49,8 @@ class Reading(NamedTuple):
 
     @property
     def held_total(self) -> int:
-        """Of the allocator and the driver: what nobody else can have."""
-        return self.reserved + self.driver + self.held
+        """Of the allocator and the driver, after all prefills: what nobody else can have."""
+        return self.reserved + self.driver + max(self.held, self.mixed or 0)
 
     def to_dict(self) -> dict[str, Any]:
         return self._asdict() | {"graph_bytes": self.graph_bytes, "total": self.total, "held_total": self.held_total}
