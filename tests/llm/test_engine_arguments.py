@@ -57,6 +57,13 @@ def test_a_mistake_is_one_clear_line(engine: Engine, mistake: str) -> None:
     assert engine.stats()["waiting"] == engine.stats()["running"] == 0
 
 
+def test_ids_come_in_any_container(engine: Engine) -> None:
+    (expected,) = (output.token_ids for output in engine.generate([[1, 2, 3]], GREEDY))
+    one = torch.tensor([1, 2, 3])
+    for prompts in (one, one.numpy(), (1, 2, 3), [one], [one.numpy()], one[None], iter([one.tolist()])):
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == [expected]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", ["\udcff", "a\ud800b"])
 def test_text_that_no_encoding_writes_is_refused(smollm2_tokenizer: Any, text: str) -> None:
     model = tiny_model(vocab_size=len(smollm2_tokenizer), num_hidden_layers=1)

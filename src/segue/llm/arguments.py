@@ -54,7 +54,8 @@ def many_prompts(prompts: object) -> list[Any]:
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts is a {type(prompts).__name__}; it must be text, token ids, or a list of those")
     found = list(prompts)
-    return [found] if found and isinstance(found[0], Integral) else found
+    is_one = bool(found) and (isinstance(found[0], Integral) or getattr(found[0], "ndim", None) == 0)  # an array of ids
+    return [found] if is_one else found
 
 
 def params_of_each(params: object, count: int) -> list[Any]:
