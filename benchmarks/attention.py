@@ -212,11 +212,13 @@ def sweep_arms(heads: Heads, shape: Shape, cache: PagedKVCache, batch: Any) -> l
         for values in (given, *grid):
             for name, value in zip(names, values, strict=True):
                 setattr(triton_ops, name, value)
+            triton_ops.decode_constants.cache_clear()
             setting = f"{values[0] >> 10} KiB, {values[1]} stages, {values[2]} programs"
             arms.append(make_arm("triton", heads, shape, cache, batch, setting))
     finally:
         for name, value in zip(names, given, strict=True):
             setattr(triton_ops, name, value)
+        triton_ops.decode_constants.cache_clear()
     return [arm for arm in arms if arm is not None]
 
 

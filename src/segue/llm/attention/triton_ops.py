@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 
+from segue._compat import is_observed
 from segue.llm.attention.triton_kernels import decode_kernel, extend_kernel, write_kernel
 
 NO_WINDOW = 1 << 30
@@ -64,25 +65,41 @@ def _decode(
 ) -> None:
     q, has_new = _with_dense_rows(q), k is not None
     k, v = (q, q) if k is None or v is None else (_with_dense_rows(k), _with_dense_rows(v))
-    requests, num_heads, dim = q.shape
+    requests, num_heads, _ = q.shape
     kv_heads, value_dim = v_cache.shape[1:]
-    group = num_heads // kv_heads
     sums = states = q.new_empty(0, dtype=torch.float32)
     if splits > 1:
-        sums = q.new_empty(requests * kv_heads * splits * group * value_dim, dtype=torch.float32)
-        states = q.new_empty(requests * kv_heads * splits * group * 2, dtype=torch.float32)
-    block_v, merge_g = _block(value_dim), triton.next_power_of_2(group)
+        sums = q.new_empty(requests * num_heads * splits * value_dim, dtype=torch.float32)
+        states = q.new_empty(requests * num_heads * splits * 2, dtype=torch.float32)
+    constants = decode_constants(
+        num_heads, k_cache.shape[1:], v_cache.shape[1:], k_cache.element_size(), page_size, has_new, softcap > 0,
+        sinks is not None,
+    )  # fmt: skip
     with _on(q.device):
         decode_kernel(
             (kv_heads, splits, requests),
             q, k, v, out, k_cache, v_cache, table, lengths, slots, out if sinks is None else sinks, sums, states, arrived,
             *_scaled(scale, softcap), window, splits, table.stride(0),
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            NUM_KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size,
-            BLOCK_G=max(_MIN_DOT, merge_g), BLOCK_D=_block(dim), BLOCK_V=block_v, BLOCK_N=_keys(DECODE_KEYS_BYTES, k_cache),
-            MERGE_G=merge_g, MERGE_S=max(1, min(MAX_SPLITS, _MERGED_ELEMENTS // (merge_g * block_v))),
-            HAS_NEW=has_new, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, STAGES=DECODE_STAGES, num_warps=2,
+            **constants,
         )  # fmt: skip
+
+
+@functools.lru_cache
+def decode_constants(
+    num_heads: int, k_shape: torch.Size, v_shape: torch.Size, element_size: int, page_size: int,
+    has_new: bool, has_softcap: bool, has_sinks: bool,
+) -> dict[str, Any]:  # fmt: skip
+    (kv_heads, dim), value_dim = k_shape, v_shape[1]
+    group, block_v = num_heads // kv_heads, _block(value_dim)
+    merge_g = triton.next_power_of_2(group)
+    return {
+        "NUM_KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "VALUE_DIM": value_dim, "PAGE_SIZE": page_size,
+        "BLOCK_G": max(_MIN_DOT, merge_g), "BLOCK_D": _block(dim), "BLOCK_V": block_v,
+        "BLOCK_N": _keys(DECODE_KEYS_BYTES, dim, element_size), "MERGE_G": merge_g,
+        "MERGE_S": max(1, min(MAX_SPLITS, _MERGED_ELEMENTS // (merge_g * block_v))),
+        "HAS_NEW": has_new, "HAS_SOFTCAP": has_softcap, "HAS_SINKS": has_sinks, "STAGES": DECODE_STAGES, "num_warps": 2,
+    }  # fmt: skip
 
 
 def _extend(
@@ -104,32 +121,55 @@ def _extend(
     page_size: int,
 ) -> None:
     q = _with_dense_rows(q)
-    tokens, num_heads, dim = q.shape
-    kv_heads, value_dim = v_cache.shape[1:]
-    group, requests = num_heads // kv_heads, lengths.shape[0]
-    block_g = triton.next_power_of_2(group)
-    rows = _extend_rows(q, tokens * block_g, kv_heads)
-    block_q = max(1, rows // block_g)
+    tokens, requests = q.shape[0], lengths.shape[0]
+    kv_heads = v_cache.shape[1]
+    block_q, constants = extend_constants(
+        q.shape, requests, k_cache.shape[1:], v_cache.shape[1:], q.element_size(), page_size, q.device,
+        window < NO_WINDOW, softcap > 0, sinks is not None,
+    )  # fmt: skip
     with _on(q.device):
         if k is not None and v is not None:
-            k, v = _with_dense_rows(k), _with_dense_rows(v)
-            write_kernel(
-                (tokens,),
-                k, v, k_cache, v_cache, slots, num_tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                K_WIDTH=kv_heads * dim, V_WIDTH=kv_heads * value_dim, DIM=dim, VALUE_DIM=value_dim,
-                BLOCK_K=triton.next_power_of_2(kv_heads * dim), BLOCK_V=triton.next_power_of_2(kv_heads * value_dim),
-                num_warps=4,
-            )  # fmt: skip
+            _write(_with_dense_rows(k), _with_dense_rows(v), k_cache, v_cache, slots, num_tokens)
         extend_kernel(
             (kv_heads, tokens // block_q + requests + 1),
             q, out, k_cache, v_cache, table, lengths, query_start, out if sinks is None else sinks,
             *_scaled(scale, softcap), window, requests, tokens, table.stride(0), q.stride(0), q.stride(1),
-            NUM_KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size,
-            BLOCK_G=block_g, BLOCK_Q=block_q, BLOCK_D=_block(dim), BLOCK_V=_block(value_dim),
-            BLOCK_N=_keys(EXTEND_KEYS_BYTES, k_cache), BLOCK_R=max(_REQUESTS, triton.next_power_of_2(requests + 1)),
-            HAS_WINDOW=window < NO_WINDOW, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
-            STAGES=EXTEND_STAGES, num_warps=8 if block_q * block_g > 64 else 4,
+            **constants,
         )  # fmt: skip
+
+
+@functools.lru_cache
+def extend_constants(
+    q_shape: torch.Size, requests: int, k_shape: torch.Size, v_shape: torch.Size, element_size: int, page_size: int,
+    device: torch.device, has_window: bool, has_softcap: bool, has_sinks: bool,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """Tokens of a tile, and the kernel's constants."""
+    (tokens, num_heads, dim), kv_heads, value_dim = q_shape, k_shape[0], v_shape[1]
+    group = num_heads // kv_heads
+    block_g = triton.next_power_of_2(group)
+    rows = _extend_rows(device, dim, element_size, tokens * block_g, kv_heads)
+    block_q = max(1, rows // block_g)
+    return block_q, {
+        "NUM_KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "VALUE_DIM": value_dim, "PAGE_SIZE": page_size,
+        "BLOCK_G": block_g, "BLOCK_Q": block_q, "BLOCK_D": _block(dim), "BLOCK_V": _block(value_dim),
+        "BLOCK_N": _keys(EXTEND_KEYS_BYTES, dim, element_size),
+        "BLOCK_R": max(_REQUESTS, triton.next_power_of_2(requests + 1)),
+        "HAS_WINDOW": has_window, "HAS_SOFTCAP": has_softcap, "HAS_SINKS": has_sinks,
+        "STAGES": EXTEND_STAGES, "num_warps": 8 if block_q * block_g > 64 else 4,
+    }  # fmt: skip
+
+
+def _write(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, count: torch.Tensor
+) -> None:
+    (kv_heads, dim), value_dim = k_cache.shape[1:], v_cache.shape[2]
+    write_kernel(
+        (k.shape[0],),
+        k, v, k_cache, v_cache, slots, count, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        K_WIDTH=kv_heads * dim, V_WIDTH=kv_heads * value_dim, DIM=dim, VALUE_DIM=value_dim,
+        BLOCK_K=triton.next_power_of_2(kv_heads * dim), BLOCK_V=triton.next_power_of_2(kv_heads * value_dim),
+        num_warps=4,
+    )  # fmt: skip
 
 
 def _nothing(*_: Any) -> None:
@@ -141,8 +181,19 @@ _LIBRARY.impl("extend", _extend, "CompositeExplicitAutograd")
 _LIBRARY.impl("decode", _nothing, "Meta")
 _LIBRARY.impl("extend", _nothing, "Meta")
 
-decode: Callable[..., None] = torch.ops.segue_triton.decode.default
-extend: Callable[..., None] = torch.ops.segue_triton.extend.default
+
+def _dispatched(operation: Callable[..., None], body: Callable[..., None]) -> Callable[..., None]:
+    """The operation where somebody watches or compiles; its body at once where nobody does, as between two segments."""
+
+    def call(q: torch.Tensor, *others: Any) -> None:
+        is_seen = torch.compiler.is_compiling() or type(q) is not torch.Tensor or is_observed()
+        (operation if is_seen else body)(q, *others)
+
+    return call
+
+
+decode = _dispatched(torch.ops.segue_triton.decode.default, _decode)
+extend = _dispatched(torch.ops.segue_triton.extend.default, _extend)
 
 
 def _scaled(scale: float, softcap: float) -> tuple[float, float]:
@@ -160,18 +211,18 @@ def _block(dim: int) -> int:
     return int(max(_MIN_DOT, triton.next_power_of_2(dim)))
 
 
-def _keys(num_bytes: int, cache: torch.Tensor) -> int:
+def _keys(num_bytes: int, dim: int, element_size: int) -> int:
     """Keys of one block of so many bytes."""
-    fitting = num_bytes // (_block(cache.shape[-1]) * cache.element_size())
+    fitting = num_bytes // (_block(dim) * element_size)
     return max(_MIN_DOT, min(64, fitting))
 
 
-def _extend_rows(q: torch.Tensor, rows: int, kv_heads: int) -> int:
+def _extend_rows(device: torch.device, dim: int, element_size: int, rows: int, kv_heads: int) -> int:
     """Rows of one tile (tokens times heads of a group): the most that still gives every processor a program."""
-    if q.device.type == "cpu":
+    if device.type == "cpu":
         return _ROWS_OF_A_CPU
-    processors = _num_processors(q.device)
-    fitting = EXTEND_ROWS_BYTES // (_block(q.shape[-1]) * q.element_size())
+    processors = _num_processors(device)
+    fitting = EXTEND_ROWS_BYTES // (_block(dim) * element_size)
     return next((size for size in (128, 64) if size <= fitting and rows // size * kv_heads >= processors), 32)
 
 
