@@ -16,7 +16,7 @@ from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.bench.decode import decode_batch
 from segue.llm.bench.prefill import prefill_batch
 from segue.llm.kernels import reference
-from segue.llm.moe import FEW_ROWS, choose_experts
+from segue.llm.moe import FEW_ROWS, SINGLE_ROWS, choose_experts
 
 pytest.importorskip("transformers")
 from llm_support import assert_same_text, greedy, prompt_of, tiny_model
@@ -71,7 +71,7 @@ def test_the_choice_follows_what_torch_s_grouped_product_can(
     assert choose_experts(tiny_model("Llama"), "auto", capability) is None
 
 
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, SINGLE_ROWS + 1, FEW_ROWS, FEW_ROWS + 1])
 def test_by_rows_takes_ours_for_few(rows: int) -> None:
     model, seen = tiny_model("Qwen3Moe"), []
     choose_experts(model, "by_rows", None)
@@ -84,7 +84,8 @@ def test_by_rows_takes_ours_for_few(rows: int) -> None:
     x = torch.randn(1, rows, 32)
     with torch.no_grad(), Names():
         got = model.model.layers[0].mlp(x)
-    assert ("segue::experts_up" in seen) == (rows <= FEW_ROWS)
+    assert ("segue::pairs_up" in seen) == (rows <= SINGLE_ROWS)
+    assert ("segue::experts_up" in seen) == (SINGLE_ROWS < rows <= FEW_ROWS)
     model.set_experts_implementation("eager")
     torch.testing.assert_close(got, model.model.layers[0].mlp(x))
 
@@ -106,7 +107,8 @@ def test_nothing_depends_on_the_routing_but_in_the_loop_over_experts(family: str
         block = model.model.layers[0].mlp
         raises = pytest.raises(DynamicOutputShapeException) if name == "eager" else nullcontext()
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), raises:
-            assert block(torch.empty(1, 5, 32, dtype=BF16)).shape == (1, 5, 32)
+            for rows in (1, 5, FEW_ROWS + 1):
+                assert block(torch.empty(1, rows, 32, dtype=BF16)).shape == (1, rows, 32)
 
 
 def test_pairs_without_an_expert_cost_nothing_and_spoil_nothing() -> None:
@@ -236,7 +238,18 @@ def test_the_kernels_are_near_the_reference(
     rows = reference.experts_down(expected, ends, down)
     torch.testing.assert_close(kernels.experts_down(expected, ends, down)[:real], rows[:real], **close)
     rows[real:] = float("nan")
+    count = torch.tensor(tokens // 2 + 1, device=DEVICE)
+    index[0, -1] = experts
+    for activation in reference.ACTIVATIONS:
+        has_one = (index < experts).flatten() & (torch.arange(tokens * top_k, device=DEVICE) < count * top_k)
+        singles = reference.pairs_up(x, index, count, up, activation)
+        got = kernels.pairs_up(x, index, count, up, activation)
+        torch.testing.assert_close(got[has_one], singles[has_one], **close)
+    singles[~has_one] = float("nan")
     for weights in (torch.rand(tokens, top_k, device=DEVICE).to(dtype), torch.rand(tokens, top_k, device=DEVICE)):
+        got = kernels.pairs_down(singles, index, count, down, weights)
+        assert got.dtype is dtype and not got[tokens // 2 + 1 :].any()
+        torch.testing.assert_close(got, reference.pairs_down(singles, index, count, down, weights), **close)
         got = kernels.combine(rows, places, weights)
         assert got.dtype is dtype and not got[tokens // 2 + 1 :].any()
         torch.testing.assert_close(got, reference.combine(rows, places, weights), **close)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 EXPERTS = ("auto", "grouped_mm", "batched_mm", "segue", "by_rows")
 FEW_ROWS = 64
 """up to which ours were measured, and took 0.69 to 0.85 of the grouped product's step (H200, Qwen3-30B-A3B's shape)"""
+SINGLE_ROWS = 2
+"""up to which each pair of a token and an expert reads the expert's weights by itself"""
 _GROUPED_CAPABILITIES = frozenset({9, 10})
 
 
@@ -118,6 +120,11 @@ def experts_forward(
 ) -> torch.Tensor:
     """transformers' convention: ``[T, hidden]``, ``[T, k]``, ``[T, k]`` -> ``[T, hidden]``. Recordable. An index that is no
     expert's adds nothing and costs nothing; nor do rows beyond the tokens of a batch."""
+    if hidden_states.shape[0] <= SINGLE_ROWS:
+        num_tokens = _num_tokens()
+        up = torch.ops.segue.pairs_up(hidden_states, top_k_index, num_tokens, self.gate_up_proj, self.segue_activation)
+        out: torch.Tensor = torch.ops.segue.pairs_down(up, top_k_index, num_tokens, self.down_proj, top_k_weights)
+        return out
     tokens, places, ends = _pairs(self, top_k_index)
     up = torch.ops.segue.experts_up(hidden_states, tokens, ends, self.gate_up_proj, self.segue_activation)
     return _combined(torch.ops.segue.experts_down(up, ends, self.down_proj), places, top_k_weights)
@@ -143,10 +150,13 @@ def by_rows_forward(
 
 
 def _pairs(experts: Any, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_tokens = current().batch.num_tokens if is_calling() else None
     pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    pairs = torch.ops.segue.pairs_by_expert(index, experts.num_experts, num_tokens)
+    pairs = torch.ops.segue.pairs_by_expert(index, experts.num_experts, _num_tokens())
     return pairs
+
+
+def _num_tokens() -> torch.Tensor | None:
+    return current().batch.num_tokens if is_calling() else None
 
 
 def _combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,11 @@ _SCHEMAS = {
     "experts_down": "(Tensor x, Tensor ends, Tensor weight) -> Tensor",
     # rows[S, N], sorted by expert, places[T, k], weights[T, k] -> the weighted sum of each token's rows [T, N]
     "combine": "(Tensor rows, Tensor places, Tensor weights) -> Tensor",
+    # As `experts_up`, each pair in its own place, nothing sorted: index[T, k], x[T, K], weight[E, 2F, K] -> [T * k, F],
+    # unwritten for pairs without an expert
+    "pairs_up": "(Tensor x, Tensor index, Tensor? num_tokens, Tensor weight, str activation) -> Tensor",
+    # x[T * k, F], weight[E, N, F], weights[T, k] -> the weighted sum of each token's results [T, N]
+    "pairs_down": "(Tensor x, Tensor index, Tensor? num_tokens, Tensor weight, Tensor weights) -> Tensor",
     # qkv[T, (heads + 2 kv_heads) * D], cos and sin [T, R] -> q[T, heads, D]; K and V go to their slots of the cache. The
     # first R of D dimensions are rotated.
     "rotate_into": (

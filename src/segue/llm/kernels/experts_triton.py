@@ -4,6 +4,9 @@ Pairs of a token and an expert come sorted by expert; `ends` says where each exp
 of rows of one expert. How many tiles there are depends on the routing, so as many programs are launched as there can be;
 each finds its expert from `ends`, and those beyond the last tile end at once. Pairs of padded tokens lie behind the last
 expert: no tile has them, so they cost nothing.
+
+Where there are few tokens hardly two meet in an expert. Then each pair reads its expert's weights by itself, as a matrix
+times a vector, nothing is sorted, and the second product ends in the weighted sum.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import triton.language as tl
 
 from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
 from segue.llm.kernels.launch import Launcher
+
+UP_COLUMNS, DOWN_COLUMNS = 4, 4
+PAIR_BLOCK, PAIR_STAGES, PAIR_WARPS = 256, 4, 2
 
 
 @Launcher
@@ -90,5 +96,106 @@ def _launch(
         ACTIVATION=0 if activation is None else ACTIVATION_CODES[activation],
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32", BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=64, STAGES=3, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+@Launcher
+@triton.jit
+def _pair_up_kernel(
+    x, index, num_tokens, weight, out, size, num_experts,
+    K: tl.constexpr, TOP_K: tl.constexpr, HAS_COUNT: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One pair of a token and an expert: ``activation(gate) * up``, some columns of it."""
+    pair = tl.program_id(1)
+    token = pair // TOP_K
+    expert = tl.load(index + pair)
+    is_one = (expert >= 0) & (expert < num_experts)
+    if HAS_COUNT:
+        is_one = is_one & (token < tl.load(num_tokens))
+    if is_one:
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        exists = columns < size
+        at = tl.arange(0, BLOCK_K)
+        gates = weight + (expert.to(tl.int64) * 2 * size + columns)[:, None] * K + at[None]
+        ups = gates + size.to(tl.int64) * K
+        gate_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            inside = start + at < K
+            mask = exists[:, None] & inside[None]
+            values = tl.load(x + token * K + start + at, mask=inside, other=0.0).to(tl.float32)[None]
+            gate_sums += tl.load(gates + start, mask=mask, other=0.0).to(tl.float32) * values
+            up_sums += tl.load(ups + start, mask=mask, other=0.0).to(tl.float32) * values
+        dtype = out.dtype.element_ty
+        gate = activated(tl.sum(gate_sums, axis=1).to(dtype).to(tl.float32), ACTIVATION)
+        up = tl.sum(up_sums, axis=1).to(dtype).to(tl.float32)
+        result = gate.to(dtype).to(tl.float32) * up
+        tl.store(out + pair * size + columns, result.to(dtype), mask=exists)
+
+
+@Launcher
+@triton.jit
+def _pair_down_kernel(
+    x, index, num_tokens, weight, weights, out, size, num_experts,
+    K: tl.constexpr, TOP_K: tl.constexpr, HAS_COUNT: tl.constexpr, ROUNDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One token: the weighted sum of its experts' results, some columns of it."""
+    token = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = columns < size
+    at = tl.arange(0, BLOCK_K)
+    dtype = out.dtype.element_ty
+    total = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for choice in range(TOP_K):
+        expert = tl.load(index + token * TOP_K + choice)
+        is_one = (expert >= 0) & (expert < num_experts)
+        if HAS_COUNT:
+            is_one = is_one & (token < tl.load(num_tokens))
+        if is_one:
+            rows = weight + (expert.to(tl.int64) * size + columns)[:, None] * K + at[None]
+            source = x + (token * TOP_K + choice) * K + at
+            sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+            for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                inside = start + at < K
+                values = tl.load(source + start, mask=inside, other=0.0).to(tl.float32)[None]
+                part = tl.load(rows + start, mask=exists[:, None] & inside[None], other=0.0)
+                sums += part.to(tl.float32) * values
+            scale = tl.load(weights + token * TOP_K + choice).to(tl.float32)
+            product = tl.sum(sums, axis=1).to(dtype).to(tl.float32) * scale
+            if ROUNDS:
+                product = product.to(dtype).to(tl.float32)
+            total += product
+    tl.store(out + token * size + columns, total.to(dtype), mask=exists)
+
+
+def pairs_up(
+    x: torch.Tensor, index: torch.Tensor, num_tokens: torch.Tensor | None, weight: torch.Tensor, activation: str
+) -> torch.Tensor:
+    pairs, size = index.numel(), weight.shape[1] // 2
+    x, index = x.contiguous(), index.contiguous()
+    out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+    _pair_up_kernel(
+        (triton.cdiv(size, UP_COLUMNS), pairs),
+        x, index, index if num_tokens is None else num_tokens, weight, out, size, weight.shape[0],
+        K=x.shape[1], TOP_K=index.shape[1], HAS_COUNT=num_tokens is not None, ACTIVATION=ACTIVATION_CODES[activation],
+        BLOCK_N=UP_COLUMNS, BLOCK_K=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=PAIR_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def pairs_down(
+    x: torch.Tensor, index: torch.Tensor, num_tokens: torch.Tensor | None, weight: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    tokens, size = index.shape[0], weight.shape[1]
+    index = index.contiguous()
+    out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
+    _pair_down_kernel(
+        (triton.cdiv(size, DOWN_COLUMNS), tokens),
+        x, index, index if num_tokens is None else num_tokens, weight, weights.contiguous(), out, size, weight.shape[0],
+        K=x.shape[1], TOP_K=index.shape[1], HAS_COUNT=num_tokens is not None, ROUNDS=weights.dtype is x.dtype,
+        BLOCK_N=DOWN_COLUMNS, BLOCK_K=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=PAIR_WARPS,
     )  # fmt: skip
     return out

@@ -124,6 +124,23 @@ def combine(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> 
     return torch.where(has_expert, products, 0).sum(dim=1).to(rows.dtype)
 
 
+def pairs_up(
+    x: torch.Tensor, index: torch.Tensor, num_tokens: torch.Tensor | None, weight: torch.Tensor, activation: str
+) -> torch.Tensor:
+    tokens, places, ends = pairs_by_expert(index, weight.shape[0], num_tokens)
+    return experts_up(x, tokens, ends, weight, activation)[places.reshape(-1).clamp(min=0)]
+
+
+def pairs_down(
+    x: torch.Tensor, index: torch.Tensor, num_tokens: torch.Tensor | None, weight: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    _, places, ends = pairs_by_expert(index, weight.shape[0], num_tokens)
+    last = x.shape[0]  # where rows of no expert go
+    targets = torch.where(places < 0, last, places).reshape(-1).long()
+    by_expert = x.new_empty(last + 1, x.shape[1]).index_copy_(0, targets, x)[:last]
+    return combine(experts_down(by_expert, ends, weight), places, weights)
+
+
 def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Each expert that has pairs, with where they begin and end. Reads them on the host: nothing for a CUDA graph."""
     start = 0

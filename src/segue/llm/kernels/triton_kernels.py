@@ -10,13 +10,13 @@ import triton.language as tl
 
 from segue.llm.kernels import reference
 from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
-from segue.llm.kernels.experts_triton import experts_down, experts_up
+from segue.llm.kernels.experts_triton import experts_down, experts_up, pairs_down, pairs_up
 from segue.llm.kernels.launch import Launcher
 from segue.llm.kernels.routing_triton import combine, pairs_by_expert, route
 
 __all__ = [
     "combine", "experts_down", "experts_up", "gated", "greedy", "linear_add", "norm_linear", "norm_linear_gated",
-    "pairs_by_expert", "rms_norm", "rotate_into", "route",
+    "pairs_by_expert", "pairs_down", "pairs_up", "rms_norm", "rotate_into", "route",
 ]  # fmt: skip
 
 _HEADS_PER_PROGRAM = 8
