@@ -18,8 +18,9 @@ import triton.language as tl
 from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
 from segue.llm.kernels.launch import Launcher
 
-UP_COLUMNS, DOWN_COLUMNS = 4, 4
-PAIR_BLOCK, PAIR_STAGES, PAIR_WARPS = 256, 4, 2
+# Of some seventy settings each the fastest at 1 to 4 tokens, or 8 to 64 (H200, Qwen3-30B-A3B's shape).
+_PAIR_UP = {"BLOCK_N": 4, "BLOCK_K": 128, "STAGES": 3, "num_warps": 1}
+_PAIR_DOWN = {"BLOCK_N": 8, "BLOCK_K": 256, "STAGES": 5, "num_warps": 2}
 
 
 @Launcher
@@ -87,7 +88,8 @@ def _launch(
     size, num_experts = weight.shape[1] // (1 if activation is None else 2), ends.shape[0]
     out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     share = pairs / num_experts  # rows an expert has on average
-    rows, columns, warps = (16, 32, 4) if share <= 8 else (32, 64, 4) if share <= 32 else (64, 128, 8)
+    few = (16, 64 if activation is None else 32, 2, 256)
+    rows, columns, warps, depth = few if share <= 8 else (32, 64, 4, 128) if share <= 32 else (64, 128, 8, 128)
     most_tiles = min(pairs, num_experts + pairs // rows)
     _experts_kernel(
         (triton.cdiv(size, columns), most_tiles),
@@ -95,7 +97,7 @@ def _launch(
         K=x.shape[1], IS_UP=activation is not None,
         ACTIVATION=0 if activation is None else ACTIVATION_CODES[activation],
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32", BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=64, STAGES=3, num_warps=warps,
+        BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth // x.element_size(), STAGES=3, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -178,10 +180,10 @@ def pairs_up(
     x, index = x.contiguous(), index.contiguous()
     out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     _pair_up_kernel(
-        (triton.cdiv(size, UP_COLUMNS), pairs),
+        (triton.cdiv(size, _PAIR_UP["BLOCK_N"]), pairs),
         x, index, index if num_tokens is None else num_tokens, weight, out, size, weight.shape[0],
         K=x.shape[1], TOP_K=index.shape[1], HAS_COUNT=num_tokens is not None, ACTIVATION=ACTIVATION_CODES[activation],
-        BLOCK_N=UP_COLUMNS, BLOCK_K=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=PAIR_WARPS,
+        **_PAIR_UP,
     )  # fmt: skip
     return out
 
@@ -193,9 +195,9 @@ def pairs_down(
     index = index.contiguous()
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
     _pair_down_kernel(
-        (triton.cdiv(size, DOWN_COLUMNS), tokens),
+        (triton.cdiv(size, _PAIR_DOWN["BLOCK_N"]), tokens),
         x, index, index if num_tokens is None else num_tokens, weight, weights.contiguous(), out, size, weight.shape[0],
         K=x.shape[1], TOP_K=index.shape[1], HAS_COUNT=num_tokens is not None, ROUNDS=weights.dtype is x.dtype,
-        BLOCK_N=DOWN_COLUMNS, BLOCK_K=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=PAIR_WARPS,
+        **_PAIR_DOWN,
     )  # fmt: skip
     return out
