@@ -52,7 +52,7 @@ def _bisect(wrapped: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str, A
     state = HostState(Reach(wrapped._function))
     token = plainly_because.set(Reason.CAPTURING)
     try:
-        with torch.no_grad() if wrapped._options.inference else torch.set_grad_enabled(torch.is_grad_enabled()):
+        with torch.no_grad() if wrapped._dispatch.options.inference else torch.set_grad_enabled(torch.is_grad_enabled()):
             with calling(Call(args, kwargs)), _recorded(wrapped, found) as (recording, static, lane):
                 return _compare(wrapped, recording, static, lane, found)
     finally:
@@ -73,7 +73,7 @@ def _compare(wrapped: GraphedCallable, recording: Recording, static: StaticCall,
 def _recorded(wrapped: GraphedCallable, found: Found) -> Iterator[tuple[Recording, StaticCall, Lane]]:
     """A recording with its operations one by one, its inputs and its lane, which is held."""
     assert found.scan is not None and found.entry is not None and found.site is not None
-    if wrapped._options.debug == "ops" and found.entry.graph is not None:
+    if wrapped._dispatch.options.debug == "ops" and found.entry.graph is not None:
         with found.site.lane.exclusive():
             graph = found.entry.graph
             if graph is not None:

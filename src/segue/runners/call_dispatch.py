@@ -76,6 +76,7 @@ class CallDispatch:
         self.sites: dict[torch.device, Site] = {}
         self.is_frozen = False
         self.is_closed = False
+        self.why_disabled = ""
         self._padding = Padding(options.pad, function) if options.pad else None
         self._shortcuts = Shortcuts()
         self._has_shortcuts = self._padding is None and options.backend != "disabled"
@@ -95,7 +96,7 @@ class CallDispatch:
         if why is not None:
             return Found(None, None, None, None, why)
         if self.is_closed or self.options.backend == "disabled":
-            return _eagerly(Reason.DISABLED, "step.close() was called" if self.is_closed else "")
+            return _eagerly(Reason.DISABLED, "step.close() was called" if self.is_closed else self.why_disabled)
         call = scan(args, kwargs, self._home)
         if call.reason is not None:
             return _eagerly(call.reason)

@@ -10,14 +10,19 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
 import torch
 
+from segue._compat import never_compiled
 from segue.errors import CaptureError, CaptureNotAllowed
 from segue.runners.call_dispatch import CallDispatch, disabled
+from segue.runners.call_methods import methods_of
 from segue.runners.call_options import Options
 from segue.runners.call_report import CallCaptureReport, CallDecision, CallReport, GraphRow
 from segue.runners.call_runner import CallRunner
@@ -27,20 +32,21 @@ from segue.runners.call_store import Entry
 class GraphedCallable:
     """A callable with its recordings; made by `segue.graph`. Owns them, its lanes and their memory until `close`."""
 
-    _function: Callable[..., Any]
+    _function: Any
     _runner: CallRunner
+    _dispatch: CallDispatch
+    _unbound: GraphedCallable | None = None
+    """what the class holds, where this is the wrapper of one object's method"""
 
-    def __init__(self, function: Callable[..., Any], options: Options) -> None:
-        self._is_module = isinstance(function, torch.nn.Module)
-        self._function = function
-        self._options = options
-        self._attribute: str | None = None
-        self._name = getattr(function, "__qualname__", None) or type(function).__qualname__
-        self._dispatch = CallDispatch(function, self._name, options)
-        self._runner = CallRunner(self._dispatch)
-        if not self._is_module:
+    def __init__(self, function: Callable[..., Any], options: Options, unbound: GraphedCallable | None = None) -> None:
+        dispatch = CallDispatch(function, getattr(function, "__qualname__", None) or type(function).__qualname__, options)
+        self.__dict__.update(_function=function, _dispatch=dispatch, _runner=CallRunner(dispatch))
+        if unbound is not None:
+            self._unbound = unbound
+        if not isinstance(function, torch.nn.Module):
             functools.update_wrapper(self, function, updated=())
 
+    @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._runner.call(args, kwargs)
 
@@ -57,7 +63,9 @@ class GraphedCallable:
         if why is not None:
             return CallDecision(None, "disabled", why[0], real, real, why[1])
         assert found.entry is not None
-        return CallDecision(found.entry.shape, self._options.recorder, None, real, rung, "; ".join(found.entry.effects))
+        return CallDecision(
+            found.entry.shape, self._dispatch.options.recorder, None, real, rung, "; ".join(found.entry.effects)
+        )
 
     def capture(self, *args: Any, **kwargs: Any) -> CallCaptureReport:
         """One real call, recorded now if it can be; `.output` is its answer.
@@ -66,11 +74,11 @@ class GraphedCallable:
             CaptureNotAllowed: after `freeze`.
         """
         if self._dispatch.is_frozen:
-            raise CaptureNotAllowed(f"{self._name} was to be captured although step.freeze() was called")
+            raise CaptureNotAllowed(f"{self._dispatch.name} was to be captured although step.freeze() was called")
         entry = self._dispatch.find(args, kwargs).entry
         before = None if entry is None else entry.graph
         if entry is not None and entry.graph is None:
-            entry.hurry(self._options.min_hits)
+            entry.hurry(self._dispatch.options.min_hits)
         report = CallCaptureReport(output=self(*args, **kwargs))
         report.decision = self.explain(*args, **kwargs)
         if entry is not None and entry.graph is not None and entry.graph is not before:
@@ -95,8 +103,8 @@ class GraphedCallable:
         rows = [row for row in map(_row, entries) if row is not None]
         refused = [(str(e.shape), str(e.reason), e.detail) for e in entries if e.graph is None and e.detail]
         return CallReport(
-            name=self._name,
-            backend=self._options.backend,
+            name=self._dispatch.name,
+            backend=self._dispatch.options.backend,
             rows=tuple(rows),
             replays=replays + sum(entry.replays for entry in entries),
             captures=runner.captures,
@@ -105,12 +113,12 @@ class GraphedCallable:
             refused=tuple(refused),
             pool_bytes=pool_bytes,
             used_bytes=used_bytes,
-            budget_bytes=self._options.budget_bytes,
+            budget_bytes=self._dispatch.options.budget_bytes,
             notes=tuple(self._notes()),
         )
 
     def _notes(self) -> Iterator[str]:
-        if self._options.capture == "background":
+        if self._dispatch.options.capture == "background":
             for device, site in list(self._dispatch.sites.items()):
                 why = site.lane.device.why_not_beside_others()
                 if why:
@@ -140,58 +148,91 @@ class GraphedCallable:
         Raises:
             AttributeError: a function is wrapped.
         """
-        if not self._is_module:
+        if not isinstance(self._function, torch.nn.Module):
             raise AttributeError("a function is wrapped")
-        return self._function  # type: ignore[return-value]
+        return self._function
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_function" not in self.__dict__:
             raise AttributeError(name)
         if name == "module":
-            raise AttributeError(f"{self._name} wraps a function, not a module")
+            raise AttributeError(f"{self._dispatch.name} wraps a function, not a module")
         return getattr(self.__dict__["_function"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or not self.__dict__.get("_is_module"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._function, name, value)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._attribute = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A method's own wrapper, one an object, kept in that object. A shallow copy brings its original's along: then it
-        gets one of its own."""
-        if instance is None or self._is_module:
+    def __get__(self, instance: Any, owner: type | None = None) -> GraphedCallable:
+        """A method's own wrapper, one an object, kept with that object (`call_methods`)."""
+        if instance is None:
             return self
-        slot = f"_segue_{self._attribute or self._name}"
-        bound = instance.__dict__.get(slot)
-        if bound is None or bound._function.__self__ is not instance:
-            bound = instance.__dict__[slot] = GraphedCallable(MethodType(self._function, instance), self._options)
-        return bound
+        try:
+            bound: GraphedCallable = instance.__dict__["_segue_methods"][self]
+            if bound._function.__self__ is instance:
+                return bound
+        except (AttributeError, KeyError):
+            pass
+        return self._bind(instance)
+
+    def _bind(self, instance: Any) -> GraphedCallable:
+        if isinstance(self._function, MethodType) or not hasattr(type(self._function), "__get__"):
+            return self  # what the class would not bind by itself
+        method = MethodType(self._function, instance)
+        methods = methods_of(instance)
+        if methods is None:
+            bound = GraphedCallable(method, replace(self._dispatch.options, backend="disabled"), self)
+            bound._dispatch.why_disabled = f"a {type(instance).__name__} has no __dict__ in which to keep recordings"
+            return bound
+        kept: GraphedCallable = methods.setdefault(self, GraphedCallable(method, self._dispatch.options, self))
+        return kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
         """A wrapper of the copied callable, with no recordings."""
-        return type(self)(copy.deepcopy(self._function, memo), self._options)
+        if self._unbound is not None:
+            return self._unbound.__get__(copy.deepcopy(self._function.__self__, memo))
+        return _make(copy.deepcopy(self._function, memo), self._dispatch.options)
 
     def __reduce__(self) -> Any:
-        """Without recordings; an object's methods are wrapped anew."""
-        if isinstance(self._function, MethodType):
-            return type(None), ()
-        return type(self), (self._function, self._options)
+        """By its name, where that leads here; otherwise what it wraps, without recordings."""
+        if self._unbound is not None:
+            return getattr, (self._function.__self__, self._function.__name__)
+        return self._dispatch.name if self._is_known_by_name() else (_make, (self._function, self._dispatch.options))
+
+    def _is_known_by_name(self) -> bool:
+        try:
+            return attrgetter(self._dispatch.name)(sys.modules[self._function.__module__]) is self
+        except (AttributeError, KeyError):
+            return False
 
     def __repr__(self) -> str:
-        return f"segue.graph({self._name}, backend={self._options.backend!r})"
+        return f"segue.graph({self._dispatch.name}, backend={self._dispatch.options.backend!r})"
 
 
 class GraphedModule(GraphedCallable, torch.nn.Module):
-    """A module with its recordings: in every way but its call it is the module that it wraps. Kept in an attribute of
-    another module it is a child of that, with the wrapped module's parameters under the wrapped module's names."""
+    """A module with its recordings: in every way but its call and its type it is the module that it wraps. Kept in an
+    attribute of another module it is a child of that, with the wrapped module's parameters under their own names."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The module's, so that `isinstance` says what it is."""
+        return type(self.__dict__["_function"])
 
     @property
     def training(self) -> bool:  # type: ignore[override]
         return self.module.training
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            raise AttributeError(
+                f"{name} is an attribute of the wrapper: set that of the module with step.module.{name} = ..."
+            )
+        setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(GraphedCallable), *dir(self.module)})
 
 
 def _delegate(name: str) -> Callable[..., Any]:
@@ -206,6 +247,24 @@ def _delegate(name: str) -> Callable[..., Any]:
 for _name, _value in vars(torch.nn.Module).items():
     if callable(_value) and not _name.startswith("__"):  # the module's own class may override any of them
         setattr(GraphedModule, _name, _delegate(_name))
+
+_OPERATORS = (
+    "bool", "len", "iter", "reversed", "contains", "getitem", "setitem", "delitem", "int", "float", "index",
+    "add", "radd", "iadd", "sub", "rsub", "mul", "rmul", "imul", "matmul", "rmatmul", "neg",
+)  # fmt: skip
+
+
+@functools.cache
+def _with_operators(operators: tuple[str, ...]) -> type[GraphedModule]:
+    """Python looks these up in types, so those that a module has are given to a type."""
+    return type("GraphedModule", (GraphedModule,), {"__module__": __name__, **{name: _delegate(name) for name in operators}})
+
+
+def _make(function: Callable[..., Any], options: Options) -> GraphedCallable:
+    if not isinstance(function, torch.nn.Module):
+        return GraphedCallable(function, options)
+    found = tuple([f"__{name}__" for name in _OPERATORS if hasattr(type(function), f"__{name}__")])
+    return (_with_operators(found) if found else GraphedModule)(function, options)
 
 
 _RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
@@ -229,6 +288,8 @@ def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     checked = Options(**options)
     if function is None:
         return lambda f: graph(f, **options)
+    if isinstance(function, (classmethod, staticmethod)):
+        return type(function)(graph(function.__func__, **options))
     if not callable(function):
         raise TypeError(f"segue.graph wraps callables, not {type(function).__name__}")
     body = function.forward if isinstance(function, torch.nn.Module) else function
@@ -237,8 +298,7 @@ def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
             f"{getattr(body, '__qualname__', body)} is a coroutine or generator, its body runs after its call has returned: "
             "give segue.graph the function that does the device work"
         )
-    kind = GraphedModule if isinstance(function, torch.nn.Module) else GraphedCallable
-    return kind(function, checked)
+    return _make(function, checked)
 
 
 __all__ = ["GraphedCallable", "disabled", "graph"]
