@@ -310,3 +310,38 @@ def test_a_wrapped_call_in_compiled_code_is_itself() -> None:
         x = torch.randn(2, 4)
         same(compiled(x), layer(x) + 1)
     assert step.report().replays == 2 and eager_reasons(step) == {"first_seen": 2}
+
+
+# -- a wrapper inside another -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", [None, "every:1"])
+@pytest.mark.parametrize("in_break", [False, True])
+def test_an_inner_wrapper_answers_as_it_says_in_every_call_of_the_outer(in_break: bool, verify: Any, new: Any) -> None:
+    target = new(3)
+    copied = segue.graph(lambda x: x * 2, outputs=segue.copy_to(target))
+    leased = segue.graph(lambda x: x * 3, outputs="view")
+    named = segue.graph(lambda x: x * 4, outputs=lambda y: {"y": y + 1})
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        copied(x)
+        return target + leased(x).value + named(x)["y"]
+
+    inner = segue.eager_on_graph(forward) if in_break else forward
+    outer = segue.graph(lambda x: inner(x) - 1, verify=verify)
+    for _ in range(5):
+        x = new(3)
+        same(outer(x), x * 2 + x * 3 + (x * 4 + 1) - 1)
+        same(target, x * 2)
+    assert outer.report().replays == 3
+
+
+def test_explain_says_what_a_call_does_when_a_weight_requires_grad_later(new: Any) -> None:
+    weight = new(3)
+    step = segue.graph(lambda x: x * weight)
+    with torch.enable_grad():
+        for is_trained in (False, False, False, True, False, True):
+            weight.requires_grad_(is_trained)
+            x, said, before = new(3), step.explain(new(3)), step.report().replays
+            same(step(x).detach(), x * weight.detach())
+            assert said.is_replay == step.report().replays - before and (said.reason is segue.Reason.AUTOGRAD) == is_trained

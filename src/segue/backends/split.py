@@ -395,10 +395,14 @@ def _expression(spec: Spec, leaves: Iterator[str], names: dict[str, Any]) -> str
         return "{" + ", ".join(f"{_literal(key, names)}: {child}" for key, child in pairs) + "}"
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return f"{_literal(kind, names)}({inner})"
-    if dataclasses.is_dataclass(kind) and not hasattr(kind, "__post_init__"):
+    if dataclasses.is_dataclass(kind) and not hasattr(kind, "__post_init__") and _has_fields_alone(kind, spec.context):
         pairs = zip(spec.context, children, strict=True)
         return f"{_literal(kind, names)}({', '.join(f'{name}={child}' for name, child in pairs)})"
     raise TypeError(f"returns a {kind.__name__}, which no compiler can build")
+
+
+def _has_fields_alone(kind: Any, names: tuple[str, ...]) -> bool:
+    return names == tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
 def _literal(value: Any, names: dict[str, Any]) -> str:

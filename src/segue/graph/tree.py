@@ -72,9 +72,12 @@ def _flat_spec(kind: type, length: int) -> Spec:
 
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
-    """Leaves in a fixed order, and the structure around them."""
+    """Leaves in a fixed order, and the structure around them. What holds itself is a leaf."""
     leaves: list[Any] = []
-    return leaves, _flatten(value, leaves)
+    try:
+        return leaves, _flatten(value, leaves)
+    except RecursionError:
+        return [value], LEAF
 
 
 def _flatten(value: Any, leaves: list[Any]) -> Spec:
@@ -88,14 +91,15 @@ def _flatten(value: Any, leaves: list[Any]) -> Spec:
         return _flat_spec(kind, len(children)) if is_flat else Spec(kind, len(children), children)
     if kind is dict:
         return Spec(kind, tuple(value), tuple([_flatten(v, leaves) for v in value.values()]))
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):
         return Spec(kind, kind._fields, tuple([_flatten(v, leaves) for v in value]))
     node = pytree_node(kind)
     if node is not None:
         items, context = node[0](value)
         return Spec(kind, context, tuple([_flatten(v, leaves) for v in items]))
     if dataclasses.is_dataclass(kind):
-        names = tuple(field.name for field in dataclasses.fields(kind))
+        fields = [field.name for field in dataclasses.fields(kind)]
+        names = tuple(dict.fromkeys([*(n for n in fields if hasattr(value, n)), *getattr(value, "__dict__", ())]))
         return Spec(kind, names, tuple([_flatten(getattr(value, n), leaves) for n in names]))
     leaves.append(value)
     return LEAF
@@ -116,7 +120,7 @@ def _builder(kind: type) -> Callable[[list[Any], Any], Any]:
     if kind is dict:
         return lambda children, keys: dict(zip(keys, children, strict=True))
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return lambda children, _: kind(*children)
+        return lambda children, _: tuple.__new__(kind, children)
     node = pytree_node(kind)
     if node is not None:
         return node[1]
@@ -124,7 +128,7 @@ def _builder(kind: type) -> Callable[[list[Any], Any], Any]:
 
 
 def _build_dataclass(kind: type, names: tuple[str, ...], children: list[Any]) -> Any:
-    """Fields are set as they were, past `__init__` and `__post_init__`, which may compute or refuse."""
+    """Attributes are set as they were, past `__init__` and `__post_init__`, which may compute or refuse."""
     value: Any = object.__new__(kind)
     for name, child in zip(names, children, strict=True):
         object.__setattr__(value, name, child)

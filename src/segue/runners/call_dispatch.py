@@ -97,7 +97,10 @@ class CallDispatch:
             return Found(None, None, None, None, why)
         if self.is_closed or self.options.backend == "disabled":
             return _eagerly(Reason.DISABLED, "step.close() was called" if self.is_closed else self.why_disabled)
-        call = scan(args, kwargs, self._home)
+        try:
+            call = scan(args, kwargs, self._home)
+        except Exception as error:  # of code of the user's: __hash__, __eq__, a property, a container that holds itself
+            return _eagerly(Reason.UNHASHABLE_ARGUMENT, _text(error))
         if call.reason is not None:
             return _eagerly(call.reason)
         if is_observed():
@@ -112,14 +115,17 @@ class CallDispatch:
         if self._padding is not None:
             fitted = self._padding.apply(args, kwargs, call.tensors)
             if isinstance(fitted, Reason):
-                return _eagerly(fitted, "the arguments do not fit their pads")
+                return _eagerly(fitted, "the arguments, or the fill for their dtype, do not fit the pads")
             if fitted.axes and key[2] is not None:
                 return _eagerly(Reason.ALIASED_INPUTS, "padded arguments share memory")
             key, padded = padded_key(call, fitted), fitted
         site = self.sites.get(device) or self._open(device)
-        entry = site.store.entries.get(key)
-        if entry is None:
-            entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries))))
+        try:
+            entry = site.store.entries.get(key)
+            if entry is None:
+                entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries))))
+        except Exception as error:  # an argument cannot be compared with that of another call
+            return _eagerly(Reason.UNHASHABLE_ARGUMENT, _text(error))
         if has_grad and entry.graph is None and self._has_trained_parameters():
             return _eagerly(Reason.AUTOGRAD, _AUTOGRAD)
         if entry.graph is not None and padded is None:
@@ -137,7 +143,11 @@ class CallDispatch:
             is_frozen = self.is_frozen and not entry.wait
             return (Reason.NOT_CAPTURED, "step.freeze() was called") if is_frozen else (entry.reason, entry.detail)
         assert found.scan is not None
-        why = graph.cannot_answer(found.scan.tensors) if graph.audit.holds() else Reason.REBOUND
+        if not graph.audit.holds():
+            return Reason.REBOUND, ""
+        if torch.is_grad_enabled() and not self.options.inference and graph.audit.requires_grad():
+            return Reason.AUTOGRAD, _AUTOGRAD
+        why = graph.cannot_answer(found.scan.tensors)
         return None if why is None else (why, "")
 
     def close(self) -> None:
@@ -167,6 +177,10 @@ class CallDispatch:
 
 def _eagerly(reason: Reason, detail: str = "") -> Found:
     return Found(None, None, None, None, reason, detail)
+
+
+def _text(error: Exception) -> str:
+    return f"an argument cannot be compared: {type(error).__name__}: {error}"
 
 
 def _is_being_captured(device_type: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from itertools import pairwise
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -162,22 +162,27 @@ def is_constant(leaf: Any) -> bool:
     return type(leaf) in _LEAF_KINDS or isinstance(leaf, torch.Tensor) or has_value(leaf)
 
 
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) in _BY_VALUE or type(leaf) in _INEXACT or has_value(leaf)
+
+
 def has_value(leaf: Any) -> bool:
     """Whether a plain object says by itself what equals it. Enumeration members, classes and functions without a
-    closure are constants of the program."""
+    closure are constants of the program. Methods are not: they do what their object says, which the key would keep alive."""
     kind = type(leaf)
-    if isinstance(leaf, (enum.Enum, type, BuiltinFunctionType)):
+    if isinstance(leaf, (enum.Enum, type)):
         return True
+    if isinstance(leaf, (BuiltinFunctionType, MethodType, MethodWrapperType)):
+        return isinstance(leaf.__self__, (ModuleType, type(None), type))
     if isinstance(leaf, FunctionType):
         return leaf.__closure__ is None and leaf.__defaults__ is None
+    if isinstance(leaf, (tuple, frozenset)) and (getattr(leaf, "__dict__", None) or not all(map(_is_plain, leaf))):
+        return False
     if isinstance(leaf, (torch.Tensor, torch.nn.Module, torch.Generator)) or kind.__eq__ is _BY_IDENTITY:
         return False
     try:
         hash(leaf)
-    except TypeError:
-        return False
-    equal: Callable[[Any], Any] = leaf.__eq__
-    try:
+        equal: Callable[[Any], Any] = leaf.__eq__
         return equal(leaf) is True
-    except (RuntimeError, ValueError, TypeError):
+    except Exception:  # whatever the user's methods raise
         return False

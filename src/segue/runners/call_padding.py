@@ -7,6 +7,7 @@ to the live size; other outputs are left as they are.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ class Pad:
     dim: int = 0
     ladder: Iterable[int] = ()
     axis: str | None = None
-    fill: int | float | bool = 0
+    fill: int | float | complex | bool = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ladder", ladders.custom(self.ladder))
         if not isinstance(self.dim, int) or self.dim < 0:
             raise ConfigError(f"Pad: dim is {self.dim!r}; give the number of a dimension, counted from 0")
+        if not isinstance(self.fill, (int, float, complex)):
+            raise ConfigError(f"Pad: fill is {self.fill!r}; give a number that the padded tensors can hold")
 
 
 class AxisSize(NamedTuple):
@@ -79,7 +82,7 @@ class Padding:
             pad = self._pads.get(name)
             if pad is None:
                 continue
-            if pad.dim >= tensor.dim():
+            if pad.dim >= tensor.dim() or not _holds(tensor.dtype, pad.fill):
                 return Reason.NO_RUNG
             real = tensor.shape[pad.dim]
             rung = ladders.round_up(tuple(pad.ladder), real) if real else None
@@ -105,6 +108,16 @@ class Padding:
         for name, value in kwargs.items():
             owners += [name] * _count(value)
         return owners
+
+
+@functools.cache
+def _holds(dtype: torch.dtype, fill: Any) -> bool:
+    """Whether a tensor can be filled so; rounding is no loss, an integer that becomes another one is."""
+    try:
+        held = torch.empty(2, dtype=dtype, device="cpu").fill_(fill).tolist()[0]
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return False
+    return dtype.is_floating_point or dtype.is_complex or held == fill
 
 
 def _count(value: Any) -> int:

@@ -311,13 +311,13 @@ class CallRunner:
         return entry.since_capture == 1 if every < 0 else entry.since_capture % every == 0
 
     def _plain(self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An eager call, counted. Inside another wrapped call the outer one's output rules apply."""
+        """An eager call, counted."""
         self._count(reason)
         if self.options.strict and reason not in _HARMLESS:
             why = f"{reason}: {detail}" if detail else str(reason)
             raise StrictModeError(f"strict mode: {self.name} would run eagerly: {why}")
-        if reason is Reason.CAPTURING:
-            return self.run(*args, **kwargs)
+        if reason is Reason.CAPTURING:  # `current()` stays the outer call
+            return self._answer(self.run(*args, **kwargs))
         with calling(Call(args, kwargs)):
             output = self.run(*args, **kwargs)
         return self._answer(output)
