@@ -200,6 +200,30 @@ class handling:
         _handler.reset(self._token)
 
 
+class LaneHolder(Protocol):
+    """Whose lock is held while bodies run. `num_aside` counts those under way: their Python may wait for other threads."""
+
+    num_aside: int
+
+
+lane_holder: ContextVar[LaneHolder | None] = ContextVar("segue_lane_holder", default=None)
+
+
+class running_body:
+    """Inside, a break's body runs, or the callable itself, in a thread that holds a lane."""
+
+    __slots__ = ("_holder",)
+
+    def __enter__(self) -> None:
+        self._holder = lane_holder.get()
+        if self._holder is not None:
+            self._holder.num_aside += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._holder is not None:
+            self._holder.num_aside -= 1
+
+
 # -- the live call ----------------------------------------------------------------------------------------------------
 
 

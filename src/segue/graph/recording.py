@@ -29,7 +29,7 @@ from segue.device import Capture, Device, DeviceGraph, Pool
 from segue.device.operations import Operation, is_strided, tensors, touched
 from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
-from segue.graph.breaks import Mark, handling
+from segue.graph.breaks import Mark, handling, running_body
 from segue.graph.bridge import Fresh, build_output, delivery
 from segue.graph.guard import CaptureInterrupted, capturing, interruption, is_lent
 from segue.graph.modes import Modes, bound, current_modes
@@ -65,7 +65,9 @@ class Break:
         return tensors(self._leaves)
 
     def replay(self) -> None:
-        self._deliver(self._function(*self._args, **self._kwargs))
+        with running_body():
+            result = self._function(*self._args, **self._kwargs)
+        self._deliver(result)
 
 
 class RebuiltBreak(Break):
@@ -75,7 +77,9 @@ class RebuiltBreak(Break):
 
     def replay(self) -> None:
         args, kwargs = unflatten(self._spec, iter(self._leaves))
-        self._deliver(self._function(*args, **kwargs))
+        with running_body():
+            result = self._function(*args, **kwargs)
+        self._deliver(result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ from segue.memory.loan import Loan
 from segue.observe.report import format_bytes
 
 _this_thread = threading.get_ident
+PATIENCE_S = 5e-3
+"""how long a body of the thread that holds the lane is waited for"""
+STUCK_S = 10.0
+"""how long a call that is being recorded is waited for"""
 
 
 class Lane:
@@ -46,6 +51,12 @@ class Lane:
         self._last_stream: Any = None
         self._last_key: int | None = None
         self._passes = 0
+        self.num_aside = 0
+        """bodies that its holder runs now: they may wait for another thread, which must not wait for the lane then"""
+        self.is_recording = False
+        """its holder runs the callable itself, once to trace it and once to capture it"""
+        self.num_passed = 0
+        """calls that were let pass by what is being recorded"""
         self._borrowed: Loan | None = None
         """the last loan, where something of it was still alive"""
         self._local = threading.local()
@@ -62,20 +73,23 @@ class Lane:
 
     @property
     def reserved_bytes(self) -> int:
-        """Asked from anywhere; waits for a capture or replay of another thread."""
-        if self.is_entered:
+        """Asked from anywhere; waits for a capture or replay of another thread, but not for a break's body."""
+        is_locked = not self.is_entered and self._wait(may_pass=True)
+        try:
             return sum(pool.state().reserved_bytes for pool in self._pools)
-        with self._lock:
-            return sum(pool.state().reserved_bytes for pool in self._pools)
+        finally:
+            if is_locked:
+                self._lock.release()
 
     @property
     def num_graphs(self) -> int:
         """Segments that live in its pools."""
         return sum(pool.num_graphs for pool in self._pools)
 
-    def enter(self, *, is_upkeep: bool = False) -> None:
+    def enter(self, *, is_upkeep: bool = False, may_pass: bool = False) -> bool:
         """Takes the lane for one capture or replay on the current stream; pair it with `leave`. `is_upkeep`: neither
-        happens, and nothing is written into the pool.
+        happens, and nothing is written into the pool. `may_pass`: where its holder may be waiting for this thread, the
+        lane is not taken, and the answer False.
 
         Raises:
             ReplayError: this thread is already inside this lane; or tensors of it are borrowed (see `lend`).
@@ -86,7 +100,8 @@ class Lane:
                 "a recording was captured or replayed inside another one of the same lane; give the inner callable a "
                 "lane of its own, or call it where its caller is recorded as well"
             )
-        self._lock.acquire()
+        if not self._lock.acquire(False) and not self._wait(may_pass):
+            return False
         self._owner = me
         if self._borrowed is not None and not is_upkeep:
             self._refuse_if_borrowed()
@@ -97,6 +112,19 @@ class Lane:
             if self._last_stream is not None:
                 self.device.order(self._last_stream, stream)
             self._last_stream, self._last_key = stream, key
+        return True
+
+    def _wait(self, may_pass: bool) -> bool:
+        if not may_pass:
+            return self._lock.acquire()
+        deadline = time.monotonic() + STUCK_S
+        while not self._lock.acquire(timeout=PATIENCE_S):
+            if self.num_aside:
+                return False
+            if self.is_recording and time.monotonic() > deadline:
+                self.num_passed += 1
+                return False
+        return True
 
     def leave(self) -> None:
         self._owner = None

@@ -36,6 +36,7 @@ class Reason(Enum):
     REBOUND = "rebound"
     MISMATCH = "mismatch"
     CAPTURING = "capturing"
+    LANE_BUSY = "lane_busy"
     IN_BACKGROUND = "in_background"
     DEBUG = "debug"
     OTHER_DEVICE = "other_device"

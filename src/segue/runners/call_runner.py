@@ -15,13 +15,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from segue._compat import has_function_modes
 from segue.errors import StrictModeError
 from segue.graph import Call, calling, eager_on_graph
+from segue.graph.breaks import lane_holder, running_body
 from segue.graph.guard import CaptureInterrupted, interruption, is_lent
 from segue.graph.lease import Cut, Lease
 from segue.observe.decision import Reason
@@ -34,7 +35,7 @@ from segue.runners.call_padding import Padded, cut
 from segue.runners.call_store import Entry
 from segue.runners.verification import unverifiable, verify
 
-_HARMLESS = (Reason.DISABLED, Reason.FIRST_SEEN, Reason.CAPTURING, Reason.IN_BACKGROUND)
+_HARMLESS = (Reason.DISABLED, Reason.FIRST_SEEN, Reason.CAPTURING, Reason.IN_BACKGROUND, Reason.LANE_BUSY)
 """reasons that strict mode lets pass"""
 
 
@@ -123,8 +124,9 @@ class CallRunner:
     ) -> Any:
         """The replayed answer, or an `_Apart` where there is no recording (any more), or none that fits this call."""
         lane = site.lane
-        lane.enter()
-        token = None
+        if not lane.enter(may_pass=True):
+            return _Apart(Reason.LANE_BUSY)
+        token = holder = None
         try:
             graph = entry.graph
             if graph is None:  # evicted while this thread waited
@@ -154,10 +156,10 @@ class CallRunner:
                     lane.device.order(stream, lane.device.current_stream())
                 site.readers.clear()
             if self._verify_every and not entry.unverified and self._is_due(entry):
-                token = plainly_because.set(Reason.CAPTURING)
+                token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
                 return self._verified(site, entry, tensors, args, kwargs, cut_rows)
             if graph.has_breaks:
-                token = plainly_because.set(Reason.CAPTURING)
+                token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
             graph.run(tensors, args, kwargs)
             outputs = self.options.outputs
             if outputs == "clone":
@@ -168,8 +170,9 @@ class CallRunner:
                 return Lease(view, lambda: lane.generation == generation, site.readers.append)
             return outputs(view)
         finally:
-            if token is not None:
+            if token is not None and holder is not None:
                 plainly_because.reset(token)
+                lane_holder.reset(holder)
             lane.leave()
 
     def _cold(
@@ -198,6 +201,8 @@ class CallRunner:
             admission = self._admit(site, entry, call, padded, args, kwargs)
             if admission is None:  # another thread recorded it
                 return self.call(args, kwargs)
+            if admission is Reason.LANE_BUSY:
+                return self._plain(Reason.LANE_BUSY, "", args, kwargs)
             return self._answer(admission.output)
         result = self._plain(reason, detail, args, kwargs)
         if not entry.seen and not keeps_arguments(call, args, kwargs):
@@ -207,25 +212,36 @@ class CallRunner:
 
     def _admit(
         self, site: Site, entry: Entry, call: Scan, padded: Padded | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Admission | None:
+    ) -> Admission | Literal[Reason.LANE_BUSY] | None:
         is_later = self._background is not None and not entry.is_urgent and self._can_wait(site)
-        with site.lane.exclusive():
+        lane = site.lane
+        if not lane.enter(may_pass=True):
+            return Reason.LANE_BUSY
+        try:
             if entry.graph is not None or entry.pending is not None or self.dispatch.is_closed:
                 return None
-            token = plainly_because.set(Reason.CAPTURING)
+            token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
+            lane.is_recording, lane.num_passed = True, 0
             try:
                 admission, complete = admit(
                     self._recorded, self.dispatch.function, site.backend, entry.shape, call, padded, args, kwargs
                 )
                 entry.operations = max(admission.operations, 1)
-                if complete is not None and not is_later:
+                if complete is not None and not is_later and not lane.num_passed:
                     complete()
+                if lane.num_passed:
+                    complete = None
+                    _give_up(admission)
             finally:
+                lane.is_recording = False
                 plainly_because.reset(token)
+                lane_holder.reset(holder)
             if complete is not None and is_later:
                 entry.pending, entry.reason, entry.detail = admission, Reason.IN_BACKGROUND, _WAITS
             else:
                 self._settle(site, entry, admission)
+        finally:
+            lane.leave()
         if complete is not None and is_later:
             assert self._background is not None
             self._count(Reason.FIRST_SEEN)
@@ -295,7 +311,12 @@ class CallRunner:
         cut_rows: Cut | None,
     ) -> Any:
         assert entry.graph is not None
-        answer, difference = verify(entry.graph, tensors, args, kwargs, lambda: self.run(*args, **kwargs), cut_rows)
+
+        def eager() -> Any:
+            with running_body():
+                return self.run(*args, **kwargs)
+
+        answer, difference = verify(entry.graph, tensors, args, kwargs, eager, cut_rows)
         entry.verified += 1
         if difference:
             site.store.drop(entry, Reason.MISMATCH)
@@ -331,6 +352,13 @@ class CallRunner:
     def _count(self, reason: Reason) -> None:
         with self._lock:
             self.eager[reason] += 1
+
+
+def _give_up(admission: Admission) -> None:
+    if admission.graph is not None:
+        admission.graph.close()
+    admission.graph, admission.reason = None, Reason.UNSAFE_EFFECTS
+    admission.detail = "another thread's call waited too long for this one, as if this one waited for its answer"
 
 
 def _effects(admission: Admission) -> str:
