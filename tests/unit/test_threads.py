@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 import segue
 from call_support import eager_reasons, same
 from segue.memory import lane
+from segue.runners import background
 from segue.runners.callable import GraphedCallable
 
-WAIT_S = 20.0
+WAIT_S = 5.0
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +108,21 @@ def test_threads_wait_for_a_replay_without_breaks(pool: ThreadPoolExecutor) -> N
 
     list(pool.map(work, range(4)))
     assert step.report().replays == 200 and eager_reasons(step) == {"first_seen": 2}
+
+
+def test_a_capture_in_the_background_waits_for_a_break_that_waits_for_a_call(pool: ThreadPoolExecutor) -> None:
+    def mark(body: Callable[..., Any]) -> Any:
+        @segue.eager_on_graph
+        def slow(x: torch.Tensor) -> torch.Tensor:
+            time.sleep(background.PATIENCE_S * 1.5)  # no idle moment: the capture is carried through
+            return body(x)  # type: ignore[no-any-return]
+
+        return slow
+
+    step: GraphedCallable = waiting(pool, lambda f: segue.graph(f, capture="background"), mark)
+    plain = waiting(pool, lambda f: f, lambda f: f)
+    for _ in range(5):
+        x = torch.randn(2, 3)
+        same(step(x), plain(x))
+    assert eager_reasons(step)["in_background"] >= 1
+    step.close()

@@ -31,6 +31,8 @@ IDLE_S = 1e-3
 """no call for this long is an idle moment"""
 PATIENCE_S = 0.25
 """how long an idle moment is waited for"""
+STUCK_S = 1.0
+"""how long a call waits for a capture that cannot begin"""
 MAX_INTERRUPTIONS = 3
 
 
@@ -52,7 +54,8 @@ class Gate:
             if me not in self._inside:
                 self._waiting += 1
                 while self._is_capturing or (self._is_carried_through and not self._is_stopped):
-                    self._condition.wait()
+                    if not self._condition.wait(STUCK_S) and not self._is_capturing:
+                        break  # a call under way, which the capture waits for, may be waiting for this one
                 self._waiting -= 1
             self._inside[me] = self._inside.get(me, 0) + 1
 
