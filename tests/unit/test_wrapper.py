@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -125,6 +126,26 @@ def test_methods_of_every_kind_are_eagers() -> None:
         for _ in range(4):
             x = torch.randn(3)
             same((mine(x), mine.size, mine.relu(x), mine.half(x)), (plain(x), plain.size, plain.relu(x), plain.half(x)))
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="the class is an argument: docs/safety.md")
+def test_a_tensor_rebound_in_a_class_is_noticed_by_its_classmethods(new: Any) -> None:
+    class Table:
+        rows = new(3)
+
+        @classmethod
+        @segue.graph
+        def read(cls, x: torch.Tensor) -> torch.Tensor:
+            return x * cls.rows
+
+    class Child(Table):
+        rows = new(3)
+
+    for _ in range(2):
+        for holder in (Table, Child):
+            check_calls(holder.read, functools.partial(torch.mul, holder.rows), calls(new, (3,)))
+            assert holder.read.report().replays >= 2
+            holder.rows = new(3)
 
 
 def test_an_object_without_a_dict_runs_eagerly_and_says_so(new: Any) -> None:

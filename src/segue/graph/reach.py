@@ -100,6 +100,8 @@ class Reach:
         elif isinstance(value, FunctionType):
             self._visit_function(value, depth, parent)
         elif isinstance(value, MethodType):
+            if isinstance(value.__self__, type):
+                self._visit_class(value.__self__, depth, parent)
             self._follow(value.__self__, depth, parent, label)
             self._follow(value.__func__, depth, parent, label)
         elif isinstance(value, functools.partial):
