@@ -260,8 +260,18 @@ class Gate(nn.Module):
         return x * self._scale
 
 
-def test_attributes_set_or_removed_through_a_wrapper_are_the_modules(new: Any) -> None:
-    gate = Gate()
+class PlainGate:
+    def __init__(self) -> None:
+        self._scale = 2.0
+        self._name = "gate"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self._scale
+
+
+@pytest.mark.parametrize("kind", [Gate, PlainGate])
+def test_attributes_set_or_removed_through_a_wrapper_are_those_of_what_it_wraps(kind: Any, new: Any) -> None:
+    gate = kind()
     step = segue.graph(gate)
     for scale in (2.0, 5.0, 7):
         step._scale = scale
@@ -270,7 +280,8 @@ def test_attributes_set_or_removed_through_a_wrapper_are_the_modules(new: Any) -
     step._name, step._buffer = "other", 1
     del step._buffer
     assert gate._name == step._name == "other" and not hasattr(gate, "_buffer")
-    assert {"_scale", "report"} <= set(dir(step))
+    if kind is Gate:
+        assert {"_scale", "report"} <= set(dir(step))
     with pytest.raises(AttributeError, match="attribute of the wrapper"):
         step._runner = None
     assert step(new(3)).shape == (3,)

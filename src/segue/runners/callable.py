@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -159,6 +159,24 @@ class GraphedCallable:
             raise AttributeError(f"{self._dispatch.name} wraps a function, not a module")
         return getattr(self.__dict__["_function"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_function", "_dispatch", "_runner"):
+            raise AttributeError(f"{name} is an attribute of the wrapper: set that of what it wraps on that itself")
+        if self._keeps(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._function, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._function, name)
+
+    def _keeps(self, name: str) -> bool:
+        """Whether an attribute that is set is the wrapper's own: a function's are, an object's are not."""
+        return name.startswith("__") or isinstance(self._function, (FunctionType, MethodType, BuiltinFunctionType))
+
     def __get__(self, instance: Any, owner: type | None = None) -> GraphedCallable:
         """A method's own wrapper, one an object, kept with that object (`call_methods`)."""
         if instance is None:
@@ -221,15 +239,8 @@ class GraphedModule(GraphedCallable, torch.nn.Module):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
-            raise AttributeError(
-                f"{name} is an attribute of the wrapper: set that of the module with step.module.{name} = ..."
-            )
-        setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.module, name)
+    def _keeps(self, name: str) -> bool:
+        return False
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(GraphedCallable), *dir(self.module)})
