@@ -236,7 +236,8 @@ class Holder(nn.Module):
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_wrappers_are_pickled(protocol: int) -> None:
-    assert pickle.loads(pickle.dumps(doubled, protocol)) is doubled and copy.copy(doubled) is doubled
+    assert pickle.loads(pickle.dumps(doubled, protocol)) is doubled
+    assert copy.copy(doubled) is copy.deepcopy(doubled) is doubled
     holder = Holder()
     again = pickle.loads(pickle.dumps(holder, protocol))
     x = torch.randn(2, 3)
@@ -342,6 +343,24 @@ def test_a_wrapped_call_in_compiled_code_is_itself() -> None:
         x = torch.randn(2, 4)
         same(compiled(x), layer(x) + 1)
     assert step.report().replays == 2 and eager_reasons(step) == {"first_seen": 2}
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("read", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4)), torch.fx.symbolic_trace])
+def test_torchs_readers_of_programs_take_a_wrapped_child_as_the_module(read: Callable[..., Any]) -> None:
+    layer = nn.Linear(4, 4)
+    program = read(Outer(segue.graph(layer)))
+    x = torch.randn(1, 4)
+    same(program(x), layer(x) + 1)
 
 
 # -- a wrapper inside another -----------------------------------------------------------------------------------------

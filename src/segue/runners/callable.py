@@ -202,7 +202,9 @@ class GraphedCallable:
         return kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
-        """A wrapper of the copied callable, with no recordings."""
+        """A wrapper of the copied callable, with no recordings; itself, where its name leads to it, as a function does."""
+        if self._is_known_by_name():
+            return self
         if self._unbound is not None:
             return self._unbound.__get__(copy.deepcopy(self._function.__self__, memo))
         return _make(copy.deepcopy(self._function, memo), self._dispatch.options)
@@ -241,6 +243,10 @@ class GraphedModule(GraphedCallable, torch.nn.Module):
 
     def _keeps(self, name: str) -> bool:
         return False
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        """What `torch.jit.script` takes in its place."""
+        return self.module
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(GraphedCallable), *dir(self.module)})
