@@ -8,6 +8,7 @@ value, pads that do not fit.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -180,7 +181,9 @@ def _eagerly(reason: Reason, detail: str = "") -> Found:
 
 
 def _text(error: Exception) -> str:
-    return f"an argument cannot be compared: {type(error).__name__}: {error}"
+    return (
+        f"an argument cannot be compared: {traceback.format_exception_only(error)[-1].strip()}"  # whatever its __str__ does
+    )
 
 
 def _is_being_captured(device_type: str) -> bool:
