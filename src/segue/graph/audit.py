@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import getitem, is_, itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from segue._compat import storage_handle
-from segue.graph.reach import HOOKS, Reach
-from segue.graph.words import Watch
+from segue.graph.reach import CODE, HOOKS, Reach
+from segue.graph.words import Watch, is_plain
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _training = itemgetter("training")
@@ -51,11 +52,14 @@ class Bindings:
         spaces: list[dict[str, Any]],
         tensors: list[torch.Tensor],
         trained: Iterable[torch.nn.Module] = (),
+        objects: Sequence[Any] = (),
+        loose: Sequence[Loose] = (),
         *,
         compares_attributes: bool = False,
         at_once: bool = True,
     ) -> None:
         """`spaces` are attributes of modules and other objects, `trained` modules that compute otherwise while they train.
+        `objects` stay of their class, as modules do; `loose` dicts count where dicts have versions.
         With `compares_attributes` what attributes hold counts too, but for numbers, texts and sizes, where that is free
         (where dicts have versions). Holds `modules` and `tensors` alive. Without `at_once` all is compared each time."""
         owned = [
@@ -66,7 +70,9 @@ class Bindings:
         attributes = [vars(m) for m in modules]
         self._flag_holders = [vars(m) for m in trained if "training" in vars(m)]
         dicts = {id(d): d for d in (*tables, *attributes, *spaces, *self._flag_holders)}
-        self._watch = Watch(tensors, list(dicts.values()), modules, at_once=at_once)  # before what it spares is read
+        tables_apart = [item.table for item in loose]
+        self._watch = Watch(tensors, list(dicts.values()), [*modules, *objects], tables_apart, at_once=at_once)
+        self._loose = loose
         self._attributes = [(space, dict(space)) for space in attributes]
         self._compares_attributes = compares_attributes
         self._ordered = [table for name, table in owned if name not in ("_parameters", "_buffers") and len(table) > 1]
@@ -82,7 +88,10 @@ class Bindings:
 
     def hold(self) -> bool:
         """Whether everything is where it was. Raises, as `Audit.holds` says, where two tables cannot be compared."""
-        return self._watch.hold(self._are_equal)
+        return self._watch.hold(self._are_equal, self._is_alike)
+
+    def _is_alike(self, index: int) -> bool:
+        return self._loose[index].holds()
 
     def _are_equal(self) -> bool:
         return (
@@ -107,33 +116,69 @@ class Bindings:
         return True
 
 
+class Loose:
+    """A dict further down, of items or of an object's attributes: which functions, types, flags and Nones it holds; of
+    attributes also how many they are."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self.table = table
+        self.items: list[tuple[Any, Any]] = []
+        self.size: int | None = None
+
+    def holds(self) -> bool:
+        is_as_long = self.size is None or len(self.table) == self.size
+        return is_as_long and all([self.table[key] is value for key, value in self.items])
+
+
+def _loose(reach: Reach) -> list[Loose]:
+    spaces = set(map(id, reach.spaces))
+    found: dict[int, Loose] = {}
+    for item in reach.objects:
+        if id(vars(item)) not in spaces:
+            found[id(vars(item))] = Loose(vars(item))
+            found[id(vars(item))].size = len(vars(item))
+    for link in reach.links:
+        table: Any = link.container
+        if not link.is_near and isinstance(link.value, CODE) and is_plain(table) and id(table) not in spaces:
+            found.setdefault(id(table), Loose(table)).items.append((link.key, link.value))
+    return list(found.values())
+
+
 class Audit:
     """What was reached when a recording was made. `holds` is the check of every call; it changes nothing."""
 
     def __init__(self, reach: Reach, externals: dict[int, torch.Tensor], *, at_once: bool = True) -> None:
         """`externals` are the outside tensors that the recording reads, by storage handle; `at_once` as in `Bindings`."""
         tables = [vars(m)[name] for m in reach.modules for name in _TABLES if isinstance(vars(m).get(name), dict)]
-        bound = [t for table in tables for t in table.values() if isinstance(t, torch.Tensor)]
-        tensors = {id(t): t for t in bound if _is_read(t, externals)}
+        tensors = {id(t): t for table in tables for t in table.values() if isinstance(t, torch.Tensor)}
         wanted = {i for parent in reach.module_parents for i in reach.path(parent)}
         scalars = []
         for index, link in enumerate(reach.links):
-            if isinstance(link.value, torch.Tensor) and _is_read(link.value, externals):
+            if isinstance(link.value, torch.Tensor):
                 wanted.update(reach.path(index))
                 tensors[id(link.value)] = link.value
             elif link.is_near and isinstance(link.value, _SCALARS):
                 scalars.append(index)
-            elif link.is_near and not isinstance(link.value, (torch.Tensor, torch.nn.Module)):
+            elif link.is_near and not isinstance(link.value, torch.nn.Module):
                 wanted.update(reach.path(index))  # a function, a tuple of numbers, an enum: by identity
         links = [tuple(reach.links[i][:3]) for i in sorted(wanted)]
         self._containers, self._keys, self._values = _columns(links)
         self._scalar_holders, self._scalar_keys, values = _columns([reach.links[i][:3] for i in scalars])
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
-        self._tensors = [t for t in tensors.values() if t.layout is torch.strided]
+        placed = [t for t in tensors.values() if _is_placed(t)]  # what is not read may tell its shape
+        self._read = [t for t in placed if storage_handle(t) in externals]
         trained = [m for m in reach.modules if type(m) not in _INDIFFERENT or any([vars(m).get(name) for name in HOOKS])]
-        self._lists, self._lengths = reach.lists, list(map(len, reach.lists))
+        self._own, self._outlines = reach.own, list(map(_outline, reach.own))
+        self._items = list(map(list, reach.own))  # held, so that no other gets the id of one
         self._bindings = Bindings(
-            reach.modules, reach.spaces, self._tensors, trained, compares_attributes=True, at_once=at_once
+            reach.modules,
+            reach.spaces,
+            placed,
+            trained,
+            reach.objects,
+            _loose(reach),
+            compares_attributes=True,
+            at_once=at_once,
         )
 
     def holds(self) -> bool:
@@ -143,7 +188,7 @@ class Audit:
                 self._bindings.hold()
                 and (not self._keys or all(map(is_, map(getitem, self._containers, self._keys), self._values)))
                 and (not self._scalars or self._are_scalars_equal())
-                and (not self._lists or list(map(len, self._lists)) == self._lengths)
+                and (not self._own or list(map(_outline, self._own)) == self._outlines)
             )
         except (RuntimeError, LookupError, TypeError, ValueError):  # an entry is gone, or two tensors could not be compared
             return False
@@ -152,8 +197,8 @@ class Audit:
         return list(map(repr, map(getitem, self._scalar_holders, self._scalar_keys))) == self._scalars
 
     def requires_grad(self) -> bool:
-        """Whether a tensor of the callable now requires grad."""
-        return any([t.requires_grad for t in self._tensors])
+        """Whether a tensor that the recording reads now requires grad."""
+        return any([t.requires_grad for t in self._read])
 
 
 def _is_told_by_equality(value: Any) -> bool:
@@ -173,8 +218,19 @@ def global_hooks() -> list[dict[int, Any]]:
     return [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
 
 
-def _is_read(tensor: torch.Tensor, externals: dict[int, torch.Tensor]) -> bool:
-    return tensor.layout is torch.strided and storage_handle(tensor) in externals
+def _is_placed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies somewhere; wrappers around other tensors do not."""
+    try:
+        return tensor.layout is torch.strided and tensor.data_ptr() >= 0
+    except RuntimeError:
+        return False
+
+
+def _outline(container: Any) -> Any:
+    """What of a container of the callable's own must stay: members, items by identity, or how many keys."""
+    if isinstance(container, (set, frozenset)):
+        return set(container)
+    return len(container) if isinstance(container, (dict, MappingProxyType)) else list(map(id, container))
 
 
 def _columns(rows: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:

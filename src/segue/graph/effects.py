@@ -12,6 +12,7 @@ another thread has bound meanwhile: it stays, and the recording, which may have 
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from segue.graph.audit import global_hooks
-from segue.graph.reach import HOOKS, Cell, Reach
+from segue.graph.reach import HOOKS, Cell, Reach, makes_items
 from segue.graph.tree import same_value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -33,7 +34,7 @@ class HostState:
         self._copies: list[tuple[Any, Any, str, bool]] = []
         self._entries: list[tuple[Any, Any, Any, str]] = []
         self.others: list[str] = []
-        self._addresses: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._layouts: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
         containers: dict[int, tuple[Any, str]] = {}
         tables: set[int] = set()
         for link in reach.links:
@@ -44,7 +45,7 @@ class HostState:
             if _is_container(link.value):
                 containers.setdefault(id(link.value), (link.value, link.label))
             if isinstance(link.value, torch.Tensor):
-                self._note_address(link.value)
+                self._note_layout(link.value)
         for module in reach.modules:
             for name in _TABLES:
                 table: Any = vars(module).get(name)
@@ -54,13 +55,13 @@ class HostState:
                 tables.add(id(table))
                 for value in table.values():
                     if isinstance(value, torch.Tensor):
-                        self._note_address(value)
+                        self._note_layout(value)
             containers.setdefault(id(vars(module)), (vars(module), type(module).__name__))
         self._copies = [(c, _copy(c), label, id(c) in tables) for c, label in containers.values()]
 
-    def _note_address(self, tensor: torch.Tensor) -> None:
+    def _note_layout(self, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided:
-            self._addresses[id(tensor)] = tensor, tensor.data_ptr(), tensor.data
+            self._layouts[id(tensor)] = tensor, _layout(tensor), tensor.data
 
     def changed(self) -> list[str]:
         """The names of what is not as it was."""
@@ -86,8 +87,8 @@ class HostState:
         for container, copy, label, is_table in self._copies:
             for change in _changes_of(container, copy, label):
                 yield change._replace(is_binding=is_table)
-        for tensor, address, data in self._addresses.values():
-            if tensor.data_ptr() != address:
+        for tensor, layout, data in self._layouts.values():
+            if _layout(tensor) != layout:
                 yield _Change(_DATA, tensor, partial(setattr, tensor, "data", data), is_binding=True)
 
 
@@ -99,23 +100,27 @@ class _Change(NamedTuple):
     """whether a module holds it as its parameter, buffer or child, or it is where a tensor lies"""
 
 
-_DATA = "the .data of a tensor"
+_DATA = "the .data, the sizes or the strides of a tensor"
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _is_container(value: Any) -> bool:
     """Lists, sets and dicts whose items are what they hold; subclasses may do as they please in their own methods."""
-    return isinstance(value, (list, set)) or (isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__)
+    return isinstance(value, (list, set, deque)) or (isinstance(value, dict) and not makes_items(value))
 
 
 def _copy(container: Any) -> Any:
-    kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
-    return kind(container)
+    kind = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
+    return list(container) if kind is deque else kind(container)
 
 
 def _changes_of(container: Any, copy: Any, label: str) -> Iterator[_Change]:
-    if isinstance(container, list):
+    if isinstance(container, (list, deque)):
         if len(container) != len(copy) or not all(map(_is_same, container, copy)):
-            yield _Change(label, container, partial(operator.setitem, container, slice(None), copy))
+            yield _Change(label, container, partial(_replace, container, copy))
     elif isinstance(container, set):
         if container != copy:
             yield _Change(label, container, partial(_refill, container, copy))
@@ -126,6 +131,11 @@ def _changes_of(container: Any, copy: Any, label: str) -> Iterator[_Change]:
             now = dict.get(container, key, _MISSING)
             if not _is_same(now, value):
                 yield _Change(f"{label}.{key}", now, partial(operator.setitem, container, key, value))
+
+
+def _replace(container: list[Any] | deque[Any], copy: list[Any]) -> None:
+    container.clear()
+    container.extend(copy)
 
 
 def _refill(container: set[Any], copy: set[Any]) -> None:

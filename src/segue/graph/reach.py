@@ -4,16 +4,27 @@ Two readers. The *audit* (`graph.audit`) asks, before a replay, whether the tens
 they were. The *host state* (`graph.effects`) undoes what running the body once more for a capture changed.
 
 The search starts at the callable: a module's tree, the object of a method, closure cells, defaults, the globals that the
-code names, and from there through lists, dicts, tuples and plain objects. It is bounded, and follows neither classes nor
-imported Python modules: what lies behind them is not seen (docs/safety.md).
+code names, and from there through lists, dicts, tuples and plain objects. It is bounded, and does not follow imported
+Python modules: what lies behind them is not seen (docs/safety.md).
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections import deque
-from collections.abc import Iterator
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +39,17 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_OPAQUE = (type, ModuleType, BuiltinFunctionType, CodeType, torch.dtype, torch.device)
+_VALUES = (type, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, enum.Enum)
+_OPAQUE = (ModuleType, CodeType, *_VALUES)
+_BUILTINS = (BuiltinFunctionType, MethodWrapperType)
+CODE = (type(None), FunctionType, MethodType, functools.partial, *_BUILTINS, *_VALUES)
+"""what says which way code takes, told by identity"""
 _WRAPPER = "segue.runners.callable"
-_LIBRARIES = ("torch", "builtins", "segue.", "threading", "logging", "collections", "functools")
+_BREAKS = "segue.graph.breaks"
+_LIBRARIES = frozenset({"torch", "builtins", "segue", "threading", "logging", "collections", "functools"})
+"""packages whose code names nothing of the user's"""
+_HOLDERS = frozenset({"torch.distributions", "torch.optim", "torch.nn", "collections", "functools"})
+"""among them those whose objects hold what is the user's"""
 
 
 class Cell:
@@ -63,18 +82,26 @@ class Link(NamedTuple):
 class Reach:
     """Everything found, in a fixed order. Holds what it found alive: keep it no longer than needed."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, others: Iterable[Any] = (), *, follows_breaks: bool = True) -> None:
+        """From `root`, and from `others` as if each were the callable. Without `follows_breaks` the bodies of marked
+        functions are left out: a segmented recording runs them as they are then."""
         self.modules: list[torch.nn.Module] = []
         self.module_parents: list[int | None] = []
         self.links: list[Link] = []
         self.spaces: list[dict[str, Any]] = []
         """the attributes of each module, and of the callable's own object"""
-        self.lists: list[list[Any]] = []
-        """lists of the callable's own that are empty, or hold tensors or modules: one more item is another model"""
+        self.objects: list[Any] = []
+        """plain objects with attributes"""
+        self.own: list[Any] = []
+        """sets and dicts of the callable's own, and those of its lists that are empty or hold tensors, modules and code: one
+        more item is another model"""
         self.opaque: list[str] = []
         """modules that keep their weights where no change could be noticed (TorchScript)"""
+        self._follows_breaks = follows_breaks
         self._seen: set[int] = set()
         self._queue: deque[tuple[Any, int, int | None, str]] = deque([(root, 0, None, "")])
+        for other in others:
+            self._follow(other, 0, None, "an argument")
         while self._queue and len(self.links) < _MAX_LINKS:
             self._visit(*self._queue.popleft())
 
@@ -104,22 +131,30 @@ class Reach:
                 self._visit_class(value.__self__, depth, parent)
             self._follow(value.__self__, depth, parent, label)
             self._follow(value.__func__, depth, parent, label)
+        elif isinstance(value, _BUILTINS):
+            self._follow(value.__self__, depth, parent, label)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._follow(part, depth, parent, label)
-        elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:  # others may make items when asked
-            self._visit_items(value, value, depth, parent, label)
-        elif isinstance(value, (list, tuple)):
-            if depth == 1 and isinstance(value, list) and all(isinstance(v, (torch.Tensor, torch.nn.Module)) for v in value):
-                self.lists.append(value)
-            # a tuple's items cannot change, but the way to them can
-            self._visit_items(value, dict(enumerate(value[:_MAX_ITEMS])), depth, parent, label)
         elif isinstance(value, (set, frozenset)):
+            if depth == 1:
+                self.own.append(value)
             for item in tuple(value)[:_MAX_ITEMS]:
                 self._follow(item, depth, parent, label)
-        elif not type(value).__module__.startswith(_LIBRARIES):
+        elif isinstance(value, MappingProxyType) or (isinstance(value, dict) and not makes_items(value)):
+            if depth == 1:
+                self.own.append(value)
+            self._visit_items(value, value, depth, parent, label)
+        elif isinstance(value, (list, tuple, deque)):
+            is_structure = all(isinstance(item, (torch.Tensor, torch.nn.Module, *CODE)) for item in value)
+            if depth == 1 and is_structure and not isinstance(value, tuple):
+                self.own.append(value)
+            # a tuple's items cannot change, but the way to them can
+            self._visit_items(value, dict(enumerate(islice(value, _MAX_ITEMS))), depth, parent, label)
+        elif not is_library(type(value).__module__) or is_library(type(value).__module__, _HOLDERS):
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
+                self.objects.append(value)
                 if depth == 0:
                     self.spaces.append(attributes)
                 self._visit_items(attributes, attributes, depth, parent, label or type(value).__name__)
@@ -144,22 +179,22 @@ class Reach:
     def _visit_class(self, kind: type, depth: int, parent: int | None) -> None:
         """What the methods of a user's class name, and tensors that are class attributes."""
         for base in kind.__mro__:
-            if base.__module__.startswith(_LIBRARIES) or id(base) in self._seen or depth > _MAX_CODE_DEPTH:
+            if is_library(base.__module__) or id(base) in self._seen or depth > _MAX_CODE_DEPTH:
                 continue
             self._seen.add(id(base))
             for name, value in list(vars(base).items()):
+                value = _function_of(value)
                 if isinstance(value, FunctionType):
-                    self._follow(value, depth if name == "forward" else max(depth, 1), parent, name)
+                    self._follow(value, depth if name in ("forward", "__call__") else max(depth, 1), parent, name)
                 elif isinstance(value, torch.Tensor):
                     self._link(vars(base), name, value, max(depth, 1), parent, f"{base.__name__}.{name}")
 
     def _visit_function(self, function: FunctionType, depth: int, parent: int | None) -> None:
         if depth > _MAX_CODE_DEPTH:
             return
-        if function.__module__ is not None and function.__module__.startswith(_LIBRARIES):
-            wrapped = getattr(function, "__wrapped__", None)  # a marked function's own wrapper is ours
-            if wrapped is not None:
-                self._follow(wrapped, depth, parent, "")
+        if is_marked(function) or is_library(function.__module__):
+            if self._follows_breaks or not is_marked(function):
+                self._follow(getattr(function, "__wrapped__", None), depth, parent, "")
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if cell != _EMPTY_CELL:
@@ -170,21 +205,48 @@ class Reach:
         for part in (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)):
             self._follow(part, depth, parent, function.__name__)
 
-    def _visit_items(self, container: Any, items: dict[Any, Any], depth: int, parent: int | None, label: str) -> None:
+    def _visit_items(self, container: Any, items: Mapping[Any, Any], depth: int, parent: int | None, label: str) -> None:
         if len(items) <= _MAX_ITEMS:
             for key, value in list(items.items()):
                 self._link(container, key, value, depth, parent, f"{label}.{key}" if label else str(key))
 
     def _link(self, container: Any, key: Any, value: Any, depth: int, parent: int | None, label: str) -> None:
-        if isinstance(value, _OPAQUE):  # compared where it is near, and not followed
-            if depth == 0:
-                self.links.append(Link(container, key, value, parent, label, True))
+        if depth and isinstance(value, ModuleType):
             return
         self.links.append(Link(container, key, value, parent, label, depth == 0))
-        self._queue.append((value, depth + 1, len(self.links) - 1, label))
+        if not isinstance(value, _OPAQUE):
+            self._queue.append((value, depth + 1, len(self.links) - 1, label))
 
     def _follow(self, value: Any, depth: int, parent: int | None, label: str) -> None:
-        self._queue.append((value, depth, parent, label))
+        if isinstance(value, torch.Tensor):
+            self.links.append(Link((value,), 0, value, parent, label, depth == 0))
+        else:
+            self._queue.append((value, depth, parent, label))
+
+
+def is_library(module: str | None, names: frozenset[str] = _LIBRARIES) -> bool:
+    """Whether a Python module is one of `names`, or inside one."""
+    parts = (module or "").split(".")
+    return any(".".join(parts[:count]) in names for count in (1, 2))
+
+
+def is_marked(function: Any) -> bool:
+    """Whether it is what `@eager_on_graph` makes of a function."""
+    return isinstance(function, FunctionType) and function.__globals__.get("__name__") == _BREAKS
+
+
+def makes_items(value: dict[Any, Any]) -> bool:
+    """Whether a dict may make its items when asked."""
+    return type(value).__getitem__ is not dict.__getitem__
+
+
+def _function_of(value: Any) -> Any:
+    """What a property or a method of another kind calls."""
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return value.func if isinstance(value, functools.cached_property) else value
 
 
 _EMPTY_CELL = CellType()

@@ -52,24 +52,27 @@ class Watch:
         tensors: list[torch.Tensor],
         dicts: Sequence[dict[Any, Any]],
         objects: Sequence[Any] = (),
+        loose: Sequence[dict[Any, Any]] = (),
         *,
         at_once: bool = True,
     ) -> None:
-        """`objects` stay of their class. Without `at_once` nothing is gathered."""
-        self._tensors, self._dicts, self._objects = tensors, list(dicts), list(objects)
+        """`objects` stay of their class. `loose` dicts are looked at one by one, and only where changes are seen. Without
+        `at_once` nothing is gathered."""
+        self._tensors, self._dicts, self._objects = tensors, [*dicts, *loose], list(objects)
         self._classes = list(map(type, objects))
         self._places = _places(tensors)
         self._storages = [storage_weakref(t) for t in tensors]
         layout = tensor_layout() if at_once and len(tensors) >= _TENSORS_FROM else None
         cells, places, expected = ([], [], []) if layout is None else _tensor_words(tensors, layout)
-        tag = dict_tag() if at_once and dicts and all([_is_plain(d) for d in dicts]) else None
+        tag = dict_tag() if at_once and dicts and all(map(is_plain, self._dicts)) else None
         self.sees_dicts = tag is not None
         """whether a dict that nothing has changed since need not be compared"""
         self.sees_tensors = bool(cells)
         tags = [] if tag is None else [id(d) + tag for d in self._dicts]
         kinds = [id(o) + _CLASS for o in self._objects] if tags else []
+        self._first_loose = len(cells + kinds) + len(dicts)
         if kinds and _Words(kinds).seen != _as_bytes(list(map(id, self._classes))):
-            kinds = []
+            self._first_loose, kinds = self._first_loose - len(kinds), []
         self._sees_classes = bool(kinds)
         self._first = _Words(cells + kinds + tags) if cells or tags else None
         self._second = _Words(places) if places else None
@@ -83,9 +86,10 @@ class Watch:
                 False,
             )
 
-    def hold(self, are_equal: Callable[[], bool]) -> bool:
+    def hold(self, are_equal: Callable[[], bool], is_alike: Callable[[int], bool] = bool) -> bool:
         """Whether each tensor lies where it lay, and each dict holds what it held. The latter `are_equal` says, which is
-        asked where a dict was changed, or may have been; what it raises is raised."""
+        asked where a dict was changed, or may have been, and `is_alike` of each loose one that was changed; what they raise
+        is raised."""
         first, second = self._first, self._second
         if not self._sees_classes and list(map(type, self._objects)) != self._classes:
             return False
@@ -95,8 +99,13 @@ class Watch:
         _gather(first.memory, 0, first.index, out=first.now)
         if first.buffer != before:
             now = bytes(first.buffer)
-            if now[: self._num_fixed_bytes] != before[: self._num_fixed_bytes] or not are_equal():
+            fixed, firm = self._num_fixed_bytes, 8 * self._first_loose
+            if now[:fixed] != before[:fixed] or (now[fixed:firm] != before[fixed:firm] and not are_equal()):
                 return False
+            if now[firm:] != before[firm:]:
+                changed = [at for at in range(firm, len(now), 8) if now[at : at + 8] != before[at : at + 8]]
+                if not all([is_alike((at - firm) // 8) for at in changed]):
+                    return False
             first.seen = now
         elif not self.sees_dicts and not are_equal():
             return False
@@ -150,5 +159,6 @@ def _as_bytes(words: list[int]) -> bytes:
     return b"".join([word.to_bytes(8, sys.byteorder) for word in words])
 
 
-def _is_plain(table: dict[Any, Any]) -> bool:
+def is_plain(table: Any) -> bool:
+    """Whether its changes are seen, where any are."""
     return type(table) in (dict, OrderedDict)
