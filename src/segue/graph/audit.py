@@ -16,6 +16,7 @@ Not seen: another order of more than five dimensions over the same memory, and t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import getitem, is_, itemgetter
 from types import MappingProxyType
@@ -192,6 +193,17 @@ class Audit:
             )
         except (RuntimeError, LookupError, TypeError, ValueError):  # an entry is gone, or two tensors could not be compared
             return False
+
+    def grows(self) -> bool:
+        """Whether sets and dicts of the callable's own count, and are as they were."""
+        return bool(self._own) and list(map(_outline, self._own)) == self._outlines
+
+    def take_growth(self) -> None:
+        """Another call of the callable's has run, and filled its caches."""
+        self._outlines = [
+            before if isinstance(held, (list, deque)) else _outline(held)
+            for held, before in zip(self._own, self._outlines, strict=True)
+        ]
 
     def _are_scalars_equal(self) -> bool:
         return list(map(repr, map(getitem, self._scalar_holders, self._scalar_keys))) == self._scalars

@@ -198,13 +198,15 @@ class CallRunner:
                 if not is_due:
                     entry.reason, entry.detail = reason, detail
         if is_due:
-            admission = self._admit(site, entry, call, padded, args, kwargs)
+            with site.store.filling_caches():
+                admission = self._admit(site, entry, call, padded, args, kwargs)
             if admission is None:  # another thread recorded it
                 return self.call(args, kwargs)
             if admission is Reason.LANE_BUSY:
                 return self._plain(Reason.LANE_BUSY, "", args, kwargs)
             return self._answer(admission.output)
-        result = self._plain(reason, detail, args, kwargs)
+        with site.store.filling_caches():
+            result = self._plain(reason, detail, args, kwargs)
         if not entry.seen and not keeps_arguments(call, args, kwargs):
             entry.refuse(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
         entry.seen += 1
