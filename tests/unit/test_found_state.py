@@ -309,3 +309,66 @@ def test_a_deque_that_each_call_changes_is_seen() -> None:
     for _ in range(5):
         same(step(ONES), body(beside, ONES))
     assert last == beside and eager_reasons(step)["unsafe_effects"] == 4
+
+
+def _weighted(x: torch.Tensor) -> torch.Tensor:
+    return x * WEIGHT * SCALE
+
+
+def _call(function: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    return function(x)
+
+
+def test_what_a_function_among_the_arguments_names() -> None:
+    _check(_call, _set("WEIGHT", _other()), _weighted)
+    _check(_call, _set("SCALE", 5.0), _weighted)
+
+
+def test_the_object_of_a_method_among_the_arguments() -> None:
+    model, weight = torch.nn.Linear(4, 4), ONES.clone()
+    _check(_call, lambda: setattr(model, "weight", torch.nn.Parameter(torch.ones(4, 4))), model.forward)
+    _check(_call, lambda: setattr(weight, "data", _other()), weight.mul)
+    _check(_call, lambda: setattr(weight, "data", _other() * 2), weight.__add__)
+    table = {"a": 2.0}
+    _check(lambda get, x: x * get("a"), lambda: table.__setitem__("a", 5.0), table.get)
+
+
+def test_a_method_that_changes_its_object_is_seen() -> None:
+    items, beside = [5, 4, 3, 2, 1], [5, 4, 3, 2, 1]
+    step = segue.graph(lambda take, x: x * take())
+    for _ in range(4):
+        same(step(items.pop, ONES), ONES * beside.pop())
+    assert items == beside and step.report().replays == 0
+
+
+class Items(tuple[Any, ...]):
+    pass
+
+
+def test_what_containers_that_count_by_value_hold() -> None:
+    model, items = torch.nn.Linear(4, 4), Items((ONES.clone(),))
+    _check(
+        lambda held, x: next(iter(held))(x),
+        lambda: setattr(model, "weight", torch.nn.Parameter(torch.ones(4, 4))),
+        frozenset([model]),
+    )
+    _check(lambda held, x: held[0] * x, lambda: setattr(items[0], "data", _other()), items)
+
+
+class ByName:
+    def __init__(self, name: str, weight: torch.Tensor) -> None:
+        self.name, self.weight = name, weight
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByName) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def test_objects_that_are_equal_and_hold_other_tensors_run_eagerly() -> None:
+    step = segue.graph(lambda held, x: x * held.weight)
+    for number in range(4):
+        held = ByName("a", ONES * number)
+        same(step(held, ONES), ONES * held.weight)
+    assert "unhashable_argument" in step.report().eager

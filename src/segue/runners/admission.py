@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -76,7 +78,8 @@ def admit(
     """
     static = StaticCall(scan, padded)
     is_live = static.is_like(scan.tensors)
-    if not is_live and (static.overlaps or _are_held(origin, scan.tensors)):
+    carriers = [leaf for leaf in scan.leaves if not isinstance(leaf, torch.Tensor)]
+    if not is_live and (static.overlaps or _are_held(Reach(origin, carriers), scan.tensors)):
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
         detail = "arguments share memory in a way that copies cannot keep"
@@ -87,7 +90,7 @@ def admit(
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
     try:
-        before = HostState(Reach(origin))
+        before = HostState(Reach(origin, carriers))
     except Exception as error:  # a container of the user's that cannot be read: no error of the call's
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
@@ -105,6 +108,7 @@ def admit(
     with _refusing(admission):
         touched.update(before.changed())
         _check(trace, static, scan, backend.lane, written, args, kwargs)
+        _check_carriers(carriers)
     if admission.reason is not None:
         return admission, None
     for tensor in inputs:
@@ -112,8 +116,9 @@ def admit(
 
     def complete() -> None:
         with _refusing(admission):
+            search = functools.partial(Reach, origin, carriers)
             live = Call(args, kwargs)
-            admission.graph = _capture(function, origin, backend, key, static, trace, written, touched, admission, live)
+            admission.graph = _capture(function, search, backend, key, static, trace, written, touched, admission, live)
 
     return admission, complete
 
@@ -133,7 +138,7 @@ def _refusing(admission: Admission) -> Iterator[None]:
 
 def _capture(
     function: Callable[..., Any],
-    origin: Callable[..., Any],
+    search: Callable[..., Reach],
     backend: Backend,
     key: ShapeKey,
     static: StaticCall,
@@ -143,8 +148,8 @@ def _capture(
     admission: Admission,
     live: Call,
 ) -> CallGraph:
-    """`touched` names what the trace changed in Python."""
-    reach = Reach(origin)
+    """`search` says what the callable reaches now; `touched` names what the trace changed in Python."""
+    reach = search()
     if reach.opaque:
         why = "is TorchScript, whose weights lie where no change is noticed: wrap the module that it was made from"
         raise _Refused(Reason.UNSAFE_EFFECTS, f"{reach.opaque[0]} {why}")
@@ -172,7 +177,7 @@ def _capture(
     if opaque:
         graph.close()
         raise _Refused(Reason.UNSAFE_EFFECTS, f"the result holds a {opaque[0]}, which cannot be taken apart or compared")
-    reach = Reach(origin)
+    reach = search()
     admission.effects = hooks(reach)
     if graph.recording.unseen:
         admission.effects.append(_take_all_as_touched(graph.recording, reach, static))
@@ -240,6 +245,18 @@ def _check(
         raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
 
 
+def _check_carriers(carriers: list[Any]) -> None:
+    """Arguments that are equal by an equality of their own, and not by what they hold."""
+    for value in carriers:
+        if isinstance(type(value).__eq__, FunctionType) and not isinstance(value, Enum):
+            found = Reach(value)
+            if found.modules or found.tensors():
+                detail = (
+                    f"a {type(value).__name__}, equal by its own __eq__, holds tensors: make it a dataclass, or pass them"
+                )
+                raise _Refused(Reason.UNHASHABLE_ARGUMENT, detail)
+
+
 def keeps_arguments(scan: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the containers among the arguments of a call that has run hold what they did before."""
     if isinstance(scan.structure, int):
@@ -248,9 +265,9 @@ def keeps_arguments(scan: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return structure == scan.structure and all(a is b for a, b in zip(leaves, scan.leaves, strict=True))
 
 
-def _are_held(origin: Callable[..., Any], tensors: list[torch.Tensor]) -> bool:
+def _are_held(reach: Reach, tensors: list[torch.Tensor]) -> bool:
     """Whether an argument is part of a tensor that the callable reaches by itself."""
-    handles = {storage_handle(t) for t in Reach(origin).tensors() if t.layout is torch.strided}
+    handles = {storage_handle(t) for t in reach.tensors() if t.layout is torch.strided}
     return any(storage_handle(t) in handles for t in tensors)
 
 
