@@ -324,19 +324,18 @@ def has_function_modes() -> bool:
     return _function_modes() > 0
 
 
-def default_device() -> Any:
-    """The device of tensors made without one; None where nobody changed it."""
-    return torch.get_default_device() if _function_modes() else None
-
-
 # what torch's own functions of similar names answer with, without a Python frame: all are asked at each call
-is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
-allows_flash: Callable[[], bool] = torch._C._get_flash_sdp_enabled
-allows_memory_efficient: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
-allows_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
-allows_cudnn: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+(
+    is_any_autocast_enabled, is_deterministic, matmul_precision, allows_flash, allows_memory_efficient, allows_math,
+    allows_cudnn, uses_cudnn, cudnn_allows_tf32, cudnn_tries, cudnn_is_deterministic, reduces_in_fp16, reduces_in_bf16,
+    adds_in_fp16, uses_mkldnn, fp32_precision,
+) = [getattr(torch._C, name) for name in (
+    "_is_any_autocast_enabled", "_get_deterministic_algorithms", "_get_float32_matmul_precision", "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_cudnn_enabled",
+    "_get_cudnn_allow_tf32", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+    "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_cublas_allow_fp16_accumulation", "_get_mkldnn_enabled", "_get_fp32_precision_getter",
+)]  # fmt: skip
 is_stream_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if _HAS_CUDA else bool
 """whether the current CUDA stream is being captured"""
 

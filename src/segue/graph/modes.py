@@ -14,15 +14,23 @@ from typing import Any, NamedTuple
 import torch
 
 from segue._compat import (
+    adds_in_fp16,
     allows_cudnn,
     allows_flash,
     allows_math,
     allows_memory_efficient,
-    default_device,
+    cudnn_allows_tf32,
+    cudnn_is_deterministic,
+    cudnn_tries,
+    fp32_precision,
     has_function_modes,
     is_any_autocast_enabled,
     is_deterministic,
     matmul_precision,
+    reduces_in_bf16,
+    reduces_in_fp16,
+    uses_cudnn,
+    uses_mkldnn,
 )
 
 
@@ -51,30 +59,42 @@ def current_modes(device_type: str) -> Modes:
 
 def kernel_modes(device_type: str) -> tuple[Any, ...]:
     """What selects kernels and result types at a call, beside the arguments: part of a call's key."""
+    try:
+        precision, convolves_in_tf32 = matmul_precision(), cudnn_allows_tf32()
+    except RuntimeError:  # set for each operation by itself, which these do not answer for
+        precision, convolves_in_tf32 = None, tuple([fp32_precision(*part) for part in _PRECISIONS])
     return (
         _is_inference(),
         _is_grad_enabled(),
         _autocast(device_type) if is_any_autocast_enabled() else None,
         _default_dtype(),
         is_deterministic(),
-        matmul_precision(),
+        precision,
+        convolves_in_tf32,
         allows_flash(),
         allows_memory_efficient(),
         allows_math(),
         allows_cudnn(),
-        default_device() if has_function_modes() else None,
+        uses_cudnn(),
+        cudnn_tries(),
+        cudnn_is_deterministic(),
+        reduces_in_fp16(),
+        reduces_in_bf16(),
+        adds_in_fp16(),
+        uses_mkldnn(),
+        torch.get_default_device() if has_function_modes() else None,
     )
 
 
 _is_inference, _is_grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
+_PRECISIONS = [(kind, name) for kind in ("cuda", "mkldnn") for name in ("matmul", "conv", "rnn")]
 
 
-def _autocast(device_type: str) -> tuple[Any, ...] | None:
-    """Of the device and of the CPU; None where both are off."""
-    kinds = ("cpu",) if device_type == "cpu" else (device_type, "cpu")
-    found = tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds])
-    return found if any(found) else None
+def _autocast(device_type: str) -> tuple[Any, ...]:
+    """Of each kind of device."""
+    kinds = dict.fromkeys((device_type, "cpu", "cuda", "mps", "xpu"))
+    return tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds])
 
 
 @contextmanager
