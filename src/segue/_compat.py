@@ -21,6 +21,7 @@ from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.nn.utils import parametrize as _parametrize  # 2.11 - 2.13
 from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11 - 2.13
 
@@ -315,8 +316,9 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def is_observed() -> bool:
-    """Whether somebody else's dispatch mode or functorch transform is active: a replay would pass it by."""
-    return _dispatch_modes() > 0 or _transforms() is not None
+    """Whether somebody else's dispatch mode or functorch transform is active, or a cache of parametrized weights: a replay
+    would pass it by."""
+    return _dispatch_modes() > 0 or _transforms() is not None or _parametrize._cache_enabled > 0
 
 
 def has_function_modes() -> bool:

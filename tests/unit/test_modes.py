@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import segue
-from call_support import same
+from call_support import eager_reasons, same
 
 C: Any = torch._C
 MATMUL: Any = torch.backends.cuda.matmul
@@ -76,3 +77,47 @@ def test_precisions_set_for_one_operation_alone_are_part_of_the_key() -> None:
     finally:
         conv.fp32_precision = before
     assert step.report().captures == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda: torch.set_grad_enabled(True), lambda: torch.set_default_dtype(torch.float64)],
+    ids=["grad mode", "default dtype"],
+)
+def test_a_body_that_leaves_a_mode_changed_runs_eagerly(change: Callable[[], Any]) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        change()
+        return x * 2
+
+    step = segue.graph(body)
+    try:
+        for _ in range(4):
+            torch.set_grad_enabled(False)
+            torch.set_default_dtype(torch.float32)
+            step(torch.ones(4))
+            assert torch.is_grad_enabled() or torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert step.report().replays == 0 and eager_reasons(step)["unsafe_effects"] == 3
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_calls_run_eagerly_while_parametrized_weights_are_cached(is_recorded: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    parametrize.register_parametrization(model, "weight", Doubled())
+    step, x = segue.graph(model), torch.ones(4)
+    for _ in range(3 * is_recorded):
+        step(x)
+    with parametrize.cached():
+        for _ in range(3):
+            same(step(x), model(x))
+            model.parametrizations.weight.original.add_(1)  # type: ignore[union-attr,operator]
+    for _ in range(3):
+        model.parametrizations.weight.original.add_(1)  # type: ignore[union-attr,operator]
+        same(step(x), model(x))
+    assert eager_reasons(step)["debug"] == 3 and step.report().captures == 1

@@ -25,6 +25,7 @@ from segue.graph import Call, Recording, Trace, calling
 from segue.graph.audit import Audit
 from segue.graph.effects import HostState, hooks
 from segue.graph.lease import Outputs
+from segue.graph.modes import kernel_modes
 from segue.graph.reach import Reach
 from segue.graph.tree import flatten
 from segue.memory.lane import Lane
@@ -234,6 +235,8 @@ def _check(
     if static.overlaps and written:
         raise _Refused(Reason.ALIASED_INPUTS, "arguments overlap without being one tensor, and one is written")
     device = lane.device.device
+    if kernel_modes(device.type) != scan.key[4]:
+        raise _Refused(Reason.UNSAFE_EFFECTS, "it leaves a mode of torch changed (grad mode, autocast, default dtype, ..)")
     foreign = {d for d in trace.devices if d != device and d.type != "meta"}
     if device.type == "cuda":  # small host tensors are made and consumed on the way; outside ones would be frozen
         foreign = {d for d in foreign if d.type == "cuda" or d in trace.read_devices}
