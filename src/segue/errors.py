@@ -61,6 +61,10 @@ class BreakOutputError(ReplayError):
     """An eager break returned something else at replay than it did when it was traced."""
 
 
+class BreakStateError(ReplayError):
+    """The body of an eager break changed, at a replay, state that the recording depends on; the recording is dropped."""
+
+
 class LeaseError(ReplayError):
     """An output that is a view of static memory was used after the lane's next replay."""
 

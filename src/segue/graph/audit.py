@@ -163,6 +163,7 @@ class Audit:
             elif link.is_near and not isinstance(link.value, torch.nn.Module):
                 wanted.update(reach.path(index))  # a function, a tuple of numbers, an enum: by identity
         links = [tuple(reach.links[i][:3]) for i in sorted(wanted)]
+        self._named = [(*reach.links[i][:3], reach.links[i].label) for i in sorted(wanted.union(scalars))]
         self._containers, self._keys, self._values = _columns(links)
         self._scalar_holders, self._scalar_keys, values = _columns([reach.links[i][:3] for i in scalars])
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
@@ -193,6 +194,17 @@ class Audit:
             )
         except (RuntimeError, LookupError, TypeError, ValueError):  # an entry is gone, or two tensors could not be compared
             return False
+
+    def change(self) -> str:
+        """What does not hold, for people."""
+        for container, key, value, label in self._named:
+            try:
+                now = container[key]
+            except (LookupError, ValueError):
+                return f"{label} (gone)"
+            if now is not value and (not isinstance(value, _SCALARS) or repr(now) != repr(value)):
+                return label
+        return "an attribute or a container, or where a parameter, buffer or tensor lies"
 
     def grows(self) -> bool:
         """Whether sets and dicts of the callable's own count, and are as they were."""

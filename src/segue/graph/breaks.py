@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
@@ -54,6 +54,12 @@ class BreakHandler(Protocol):
 
 
 _handler: ContextVar[BreakHandler | None] = ContextVar("segue_break_handler", default=None)
+
+
+around_bodies: ContextVar[Callable[[Mark, list[Any]], AbstractContextManager[Any]] | None] = ContextVar(
+    "segue_around_bodies", default=None
+)
+"""entered around each body in a trace, told the leaves of its arguments"""
 
 
 class Splitter(Protocol):

@@ -14,12 +14,14 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from segue.graph.audit import global_hooks
+from segue.graph.breaks import Mark
 from segue.graph.reach import HOOKS, Cell, Reach, makes_items
 from segue.graph.tree import same_value
 
@@ -103,6 +105,25 @@ class _Change(NamedTuple):
 _DATA = "the .data, the sizes or the strides of a tensor"
 
 
+class BodyEffects:
+    """What the bodies of breaks change, in a trace, of what recorded code may read: `changed` names it, break by break."""
+
+    def __init__(self, reach: Reach, state: HostState) -> None:
+        self._reach, self._state = reach, state
+        self.changed: dict[str, list[str]] = {}
+
+    @contextmanager
+    def around(self, mark: Mark, leaves: list[Any]) -> Iterator[None]:
+        objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf).__module__ != "builtins"]
+        local = [item for item in objects if item not in self._reach]
+        states = [self._state, HostState(Reach(None, local, follows_breaks=False))] if local else [self._state]
+        before = [label for state in states for label in state.changed()]
+        yield
+        found = [label for state in states for label in state.changed() if label not in before]
+        if found:
+            self.changed.setdefault(mark.name, []).extend(found)
+
+
 def _layout(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
@@ -124,7 +145,7 @@ def _changes_of(container: Any, copy: Any, label: str) -> Iterator[_Change]:
     elif isinstance(container, set):
         if container != copy:
             yield _Change(label, container, partial(_refill, container, copy))
-    else:
+    elif dict.keys(container) != copy.keys() or not all(map(operator.is_, dict.values(container), copy.values())):
         for key in [k for k in container if k not in copy]:
             yield _Change(f"{label}.{key}", dict.get(container, key), partial(container.__delitem__, key))
         for key, value in copy.items():

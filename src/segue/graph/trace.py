@@ -27,7 +27,7 @@ from segue.device.cpu_tape import fresh_results
 from segue.device.operations import RESIZED, Operation, geometry, is_strided, signature, tensors, touched
 from segue.device.watch import HostReads, Location, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, TraceMismatchError
-from segue.graph.breaks import Mark, handling, running_body
+from segue.graph.breaks import Mark, around_bodies, handling, running_body
 from segue.graph.bridge import OutputNote, note_output
 from segue.graph.streams import join, noting_streams
 from segue.graph.tree import Spec, flatten, same_value, unflatten
@@ -280,8 +280,10 @@ class _TraceHandler:
         noting: AbstractContextManager[list[Any]] = nullcontext([])
         if watch is not None:
             noting = noting_streams(self._device)
+        around = around_bodies.get()
+        watched = nullcontext() if around is None else around(mark, leaves)
         with handling(None), without_modes(HostReads), running_body():
-            with noting as joins:
+            with watched, noting as joins:
                 results, result_spec = flatten(mark.function(*args, **kwargs))
             join(self._device, joins)
             refusal = _refusal(mark, location, (*leaves, *results))

@@ -23,10 +23,11 @@ from segue.backends import Backend
 from segue.errors import CaptureError, HostReadError
 from segue.graph import Call, Recording, Trace, calling
 from segue.graph.audit import Audit
-from segue.graph.effects import HostState, hooks
+from segue.graph.breaks import around_bodies
+from segue.graph.effects import BodyEffects, HostState, hooks
 from segue.graph.lease import Outputs
 from segue.graph.modes import kernel_modes
-from segue.graph.reach import Reach
+from segue.graph.reach import Reach, is_marked
 from segue.graph.tree import flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
@@ -80,7 +81,9 @@ def admit(
     static = StaticCall(scan, padded)
     is_live = static.is_like(scan.tensors)
     carriers = [leaf for leaf in scan.leaves if not isinstance(leaf, torch.Tensor)]
-    if not is_live and (static.overlaps or _are_held(Reach(origin, carriers), scan.tensors)):
+    root = function if is_marked(function) else origin
+    search = functools.partial(Reach, root, carriers, follows_breaks=not backend.is_segmented)
+    if not is_live and (static.overlaps or _are_held(search(), scan.tensors)):
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
         detail = "arguments share memory in a way that copies cannot keep"
@@ -91,13 +94,15 @@ def admit(
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
     try:
-        before = HostState(Reach(origin, carriers))
+        reach = search()
+        before = HostState(reach)
     except Exception as error:  # a container of the user's that cannot be read: no error of the call's
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
         detail = f"what it reaches cannot be read: {type(error).__name__}: {error}"
         return Admission(output, reason=Reason.CAPTURE_FAILED, detail=detail, error=error), None
-    with calling(Call(args, kwargs)):
+    bodies = BodyEffects(reach, before)
+    with calling(Call(args, kwargs)), _watching(bodies):
         output, trace = backend.trace(lambda: function(*called, **named))
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
     _hand_over(backend.lane, output)
@@ -110,6 +115,9 @@ def admit(
         touched.update(before.changed())
         _check(trace, static, scan, backend.lane, written, args, kwargs)
         _check_carriers(carriers)
+        for name, changed in bodies.changed.items():
+            detail = f"break {name} changes {_names(changed)}, which what follows it may read: return the new value instead"
+            raise _Refused(Reason.UNSAFE_EFFECTS, detail)
     if admission.reason is not None:
         return admission, None
     for tensor in inputs:
@@ -117,11 +125,19 @@ def admit(
 
     def complete() -> None:
         with _refusing(admission):
-            search = functools.partial(Reach, origin, carriers)
             live = Call(args, kwargs)
             admission.graph = _capture(function, search, backend, key, static, trace, written, touched, admission, live)
 
     return admission, complete
+
+
+@contextmanager
+def _watching(bodies: BodyEffects) -> Iterator[None]:
+    token = around_bodies.set(bodies.around)
+    try:
+        yield
+    finally:
+        around_bodies.reset(token)
 
 
 @contextmanager
@@ -216,9 +232,12 @@ def _take_all_as_touched(recording: Recording, reach: Reach, static: StaticCall)
     )
 
 
+def _names(labels: list[str]) -> str:
+    return ", ".join(dict.fromkeys(labels))
+
+
 def _effects_text(changed: list[str]) -> str:
-    names = ", ".join(dict.fromkeys(changed))
-    return f"each call changes {names}, which a replay would not: pass it as a tensor, or change it outside"
+    return f"each call changes {_names(changed)}, which a replay would not: pass it as a tensor, or change it outside"
 
 
 def _check(

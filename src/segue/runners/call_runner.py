@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from segue._compat import has_function_modes
-from segue.errors import StrictModeError
+from segue.errors import BreakStateError, StrictModeError
 from segue.graph import Call, calling, eager_on_graph
 from segue.graph.breaks import lane_holder, running_body
 from segue.graph.guard import CaptureInterrupted, interruption, is_lent
@@ -40,6 +40,13 @@ _HARMLESS = (Reason.DISABLED, Reason.FIRST_SEEN, Reason.CAPTURING, Reason.IN_BAC
 
 
 _WAITS = "it waits for an idle moment in which to be recorded"
+
+
+_STATE = (
+    "{name}: while it was replayed, a break (or another thread) changed {what}, which was compared before, and which the "
+    "recorded parts may have read too early. The recording is dropped and the next call runs eagerly. Return such a value "
+    "from the break, or change it between calls."
+)
 
 
 class _Apart(NamedTuple):
@@ -161,6 +168,10 @@ class CallRunner:
             if graph.has_breaks:
                 token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
             graph.run(tensors, args, kwargs)
+            if graph.has_breaks and not graph.audit.holds():
+                site.store.drop(entry, Reason.REBOUND)
+                entry.note_rebound()
+                raise BreakStateError(_STATE.format(name=self.name, what=graph.audit.change()))
             outputs = self.options.outputs
             if outputs == "clone":
                 return graph.outputs.copied(tensors, cut_rows)
