@@ -89,9 +89,9 @@ def tensor_at(
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, stride)
 
 
-def tensor_handle(tensor: torch.Tensor) -> int:
-    """Where the C++ tensor lies that the Python object holds now; `torch.utils.swap_tensors` gives it another one."""
-    return int(tensor._cdata)
+def tensor_handle(tensor: torch.Tensor | torch.Generator) -> int:
+    """Where the C++ tensor (or generator) lies that the object holds; `torch.utils.swap_tensors` gives it another one."""
+    return int(tensor._cdata)  # type: ignore[union-attr]
 
 
 @functools.lru_cache(maxsize=1)

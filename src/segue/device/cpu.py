@@ -28,7 +28,7 @@ from segue.device.cpu_pool import CpuPool, Mapped
 from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step, rebuilt
 from segue.device.operations import RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
 from segue.device.streams import NUM_STREAMS, StreamPool
-from segue.device.watch import HostReads, OperationMode, describe_line, error_line, user_line
+from segue.device.watch import GRAD, HostReads, OperationMode, describe_line, error_line, user_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
 
@@ -192,7 +192,7 @@ class CpuCapture:
         return result
 
     def refuse_read(self, what: str) -> None:
-        if self._steps is not None:
+        if self._steps is not None and what != GRAD:
             self._refuse(
                 HostReadError,
                 f"{what} reads tensor data on the host, which a recording cannot repeat: keep the value on the device, "

@@ -111,6 +111,7 @@ class OperationMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+GRAD = "Tensor.grad"
 _SPLIT = "tensor_split"  # reads where it is told the places by a tensor
 
 
@@ -120,11 +121,13 @@ def _reading_functions() -> dict[Any, str]:
         "tolist", "numpy", "__array__", "cpu", "__repr__", "__format__", "__dlpack__", "__deepcopy__", "__reduce_ex__"
     )  # fmt: skip
     reading: dict[Any, str] = {getattr(torch.Tensor, name): f"Tensor.{name}" for name in names}
+    reading[vars(torch._C.TensorBase)["grad"].__get__] = GRAD
     return reading | {torch.tensor_split: _SPLIT, torch.Tensor.tensor_split: _SPLIT}
 
 
 class HostReads(TorchFunctionMode):
-    """Tells `on_read(name)` of every Python-level read of tensor data; the callback may raise to refuse it."""
+    """Tells `on_read(name)` of every Python-level read of tensor data, and of a tensor's `grad`; the callback may raise to
+    refuse it."""
 
     def __init__(self, on_read: Callable[[str], None]) -> None:
         super().__init__()

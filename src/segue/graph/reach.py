@@ -110,6 +110,9 @@ class Reach:
         found = [t for m in self.modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         return found + [link.value for link in self.links if isinstance(link.value, torch.Tensor)]
 
+    def generators(self) -> list[torch.Generator]:
+        return list({id(link.value): link.value for link in self.links if isinstance(link.value, torch.Generator)}.values())
+
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._seen
 

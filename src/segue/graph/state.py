@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from segue._compat import storage_handle
+from segue._compat import storage_handle, tensor_handle
 from segue.device.operations import Operation
 from segue.device.watch import OperationMode
 
@@ -28,6 +28,52 @@ def set_generator_states(device: torch.device, states: tuple[torch.Tensor, torch
     torch.set_rng_state(states[0])
     if states[1] is not None:
         torch.cuda.set_rng_state(states[1], device)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
+class Draws:
+    """How a trace's operations moved random generators, so that it shows where something else did: a seed set inside, or a
+    state put back. Bodies of breaks, which draw anew at each replay, may move them."""
+
+    def __init__(self) -> None:
+        self._generators: list[torch.Generator] = []
+        self._first: dict[int, torch.Tensor | None] = {}
+        self._last: dict[int, torch.Tensor | None] = {}
+        self._is_set = False
+        self._is_paused = False
+
+    def note(self, generator: torch.Generator, before: torch.Tensor, after: torch.Tensor) -> None:
+        """An operation has drawn."""
+        key = tensor_handle(generator)  # objects come and go
+        if key not in self._first:
+            self._generators.append(generator)
+            self._first[key] = None if self._is_paused else before
+        last = self._last.get(key)
+        self._is_set = self._is_set or (last is not None and not torch.equal(last, before))
+        self._last[key] = after
+
+    def pause(self) -> None:
+        """A body has run."""
+        self._is_paused = True
+        self._last = dict.fromkeys(self._last)
+
+    def are_set(self, starts: list[tuple[torch.Generator, torch.Tensor]]) -> bool:
+        """Whether generators that stood at `starts` before the trace were moved by other means than draws."""
+        for generator, start in starts:
+            untouched, key = None if self._is_paused else start, tensor_handle(generator)
+            first, last = self._first.get(key, untouched), self._last.get(key, untouched)
+            if first is not None and not torch.equal(first, start):
+                return True
+            if last is not None and not torch.equal(last, generator.get_state()):
+                return True
+        return self._is_set
+
+    def are_from(self, generators: list[torch.Generator]) -> bool:
+        """Whether no others were drawn from."""
+        return set(self._first) <= set(map(tensor_handle, generators))
 
 
 class unchanged:

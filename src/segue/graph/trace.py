@@ -25,10 +25,11 @@ from segue._compat import storage_handle, storage_weakref, without_modes
 from segue.device import Device, ShapeMemo
 from segue.device.cpu_tape import fresh_results
 from segue.device.operations import RESIZED, Operation, geometry, is_strided, signature, tensors, touched
-from segue.device.watch import HostReads, Location, OperationMode, describe_line, user_line
+from segue.device.watch import GRAD, HostReads, Location, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, around_bodies, handling, running_body
 from segue.graph.bridge import OutputNote, note_output
+from segue.graph.state import Draws, default_generator
 from segue.graph.streams import join, noting_streams
 from segue.graph.tree import Spec, flatten, same_value, unflatten
 
@@ -68,7 +69,10 @@ class Trace:
     externals: dict[int, torch.Tensor] = field(default_factory=dict)
     written: dict[int, torch.Tensor] = field(default_factory=dict)
     host_reads: list[HostRead] = field(default_factory=list)
+    reads_grad: bool = False
+    """whether a tensor's `grad` was asked for; seen where host reads of Python's are"""
     draws_random: bool = False
+    draws: Draws = field(default_factory=Draws)
     draws_elsewhere: bool = False
     """whether numbers were drawn on another device, where a recording does not draw again"""
     devices: set[torch.device] = field(default_factory=set)
@@ -148,11 +152,14 @@ def _watching(watch: _TraceMode | None, device: Device, trace: Trace) -> Iterato
     if watch is None:
         yield
         return
-    reads = (
-        nullcontext()
-        if device.kind != "cpu"
-        else HostReads(lambda what: trace.host_reads.append(HostRead(what, user_line())))
-    )
+
+    def note(what: str) -> None:
+        if what == GRAD:
+            trace.reads_grad = True
+        else:
+            trace.host_reads.append(HostRead(what, user_line()))
+
+    reads = nullcontext() if device.kind != "cpu" else HostReads(note)
     with reads, watch:
         yield
 
@@ -202,7 +209,7 @@ class _TraceMode(OperationMode):
             self._note_stream()
         outs = [geometry(t) for t in op.written(args, kwargs)] if op.has_out else None
         key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
-        result = self._drawing(op, args, kwargs) if op.is_random and not trace.draws_random else op.overload(*args, **kwargs)
+        result = self._drawing(op, args, kwargs) if op.is_random else op.overload(*args, **kwargs)
         if op.is_random and any(t.device != self._device.device for t in tensors(result)):
             trace.draws_elsewhere = True
         if op.returns_fresh and is_strided(result):
@@ -253,17 +260,14 @@ class _TraceMode(OperationMode):
 
     def _drawing(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tag covers operations that may draw; whether this call drew shows in the generator."""
-        generator = kwargs.get("generator") or _default_generator(self._device)
+        generator = kwargs.get("generator") or default_generator(self._device.device)
         before = generator.get_state()
         result = op.overload(*args, **kwargs)
-        self._trace.draws_random = not torch.equal(before, generator.get_state())
+        after = generator.get_state()
+        if not torch.equal(before, after):
+            self._trace.draws_random = True
+            self._trace.draws.note(generator, before, after)
         return result
-
-
-def _default_generator(device: Device) -> torch.Generator:
-    if device.kind == "cuda":
-        return torch.cuda.default_generators[device.device.index or 0]
-    return torch.default_generator
 
 
 class _TraceHandler:
@@ -294,6 +298,7 @@ class _TraceHandler:
             if watch is not None:
                 watch.note_read(leaves, by_break=True)
                 watch.note_made(results)
+        self._trace.draws.pause()
         self._trace.has_backward = self._trace.has_backward or _has_backward(results)
         scalars = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
         changed = _changed_argument(spec, leaves, args, kwargs)

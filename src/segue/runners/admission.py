@@ -28,6 +28,7 @@ from segue.graph.effects import BodyEffects, HostState, hooks
 from segue.graph.lease import Outputs
 from segue.graph.modes import kernel_modes
 from segue.graph.reach import Reach, is_marked
+from segue.graph.state import default_generator
 from segue.graph.tree import flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
@@ -102,6 +103,8 @@ def admit(
         detail = f"what it reaches cannot be read: {type(error).__name__}: {error}"
         return Admission(output, reason=Reason.CAPTURE_FAILED, detail=detail, error=error), None
     bodies = BodyEffects(reach, before)
+    generators = [default_generator(static.device), *reach.generators()]
+    starts = [(g, g.get_state()) for g in generators]
     with calling(Call(args, kwargs)), _watching(bodies):
         output, trace = backend.trace(lambda: function(*called, **named))
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
@@ -115,6 +118,13 @@ def admit(
         touched.update(before.changed())
         _check(trace, static, scan, backend.lane, written, args, kwargs)
         _check_carriers(carriers)
+        if trace.draws.are_set(starts):
+            raise _Refused(Reason.UNSAFE_EFFECTS, "it sets the state of a random generator, which a replay would not")
+        if not trace.draws.are_from(generators):
+            raise _Refused(Reason.UNSAFE_EFFECTS, "it draws from a generator that it makes inside, or that is not found")
+        grads = [t.grad for t in (*scan.tensors, *reach.tensors()) if t.is_leaf and t.grad is not None]
+        if trace.reads_grad or any(_is_strided(g) and storage_handle(g) in trace.externals for g in grads):
+            raise _Refused(Reason.UNSAFE_EFFECTS, "it reads the grad of a tensor, which is another one after each backward")
         for name, changed in bodies.changed.items():
             detail = f"break {name} changes {_names(changed)}, which what follows it may read: return the new value instead"
             raise _Refused(Reason.UNSAFE_EFFECTS, detail)
@@ -199,11 +209,32 @@ def _capture(
     if graph.recording.unseen:
         admission.effects.append(_take_all_as_touched(graph.recording, reach, static))
         written = set(static.distinct)
+    strange = _strange(graph.recording, trace, static, reach)
+    if strange is not None:
+        graph.close()
+        detail = "it reads a tensor that each call makes where no operation is seen, in a thread of its own for instance"
+        raise _Refused(Reason.UNSAFE_EFFECTS, f"{detail} (shape {list(strange.shape)})")
     audit = Audit(reach, graph.recording.externals)
     if state.others or not before.holds():  # asked last: the recording may have seen what was there before or after
         graph.close()
         raise _Refused(Reason.REBOUND, f"{', '.join(state.others) or 'what it reads'} was changed while it was recorded")
     return CallGraph(graph, static, written, audit)
+
+
+def _strange(recording: Recording, trace: Trace, static: StaticCall, reach: Reach) -> torch.Tensor | None:
+    """A tensor that the recording reads, and that neither the traced call read nor the callable reaches."""
+    known = [*trace.externals.values(), *static.buffers, *filter(_is_strided, reach.tensors())]
+    handles, addresses = set(map(storage_handle, known)), {t.untyped_storage().data_ptr() for t in known}
+    for handle, tensor in recording.externals.items():
+        is_number = tensor.dim() == 0  # a constant of the program
+        if (
+            handle not in handles
+            and tensor.untyped_storage().data_ptr() not in addresses
+            and tensor.numel()
+            and not is_number
+        ):
+            return tensor
+    return None
 
 
 def _holds_memory_of(lane: Lane, value: Any) -> bool:
