@@ -13,23 +13,27 @@ import segue
 from call_support import eager_reasons, same
 
 C: Any = torch._C
-MATMUL: Any = torch.backends.cuda.matmul
-CUDNN: Any = torch.backends.cudnn
 
 
-def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return lambda: getattr(holder, name), lambda value: setattr(holder, name, value)
+def _switch(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return getattr(C, f"_get_{name}"), getattr(C, f"_set_{name}")
+
+
+def _reduction(kind: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    get, put = _switch(f"cublas_allow_{kind}_reduced_precision_reduction")
+    return lambda: get()[0], lambda value: put(value, True)
 
 
 SWITCHES = {
-    "cudnn.enabled": _attribute(CUDNN, "enabled"),
-    "cudnn.allow_tf32": _attribute(CUDNN, "allow_tf32"),
-    "cudnn.benchmark": _attribute(CUDNN, "benchmark"),
-    "cudnn.deterministic": _attribute(CUDNN, "deterministic"),
-    "matmul.allow_tf32": _attribute(MATMUL, "allow_tf32"),
-    "matmul in fp16": _attribute(MATMUL, "allow_fp16_reduced_precision_reduction"),
-    "matmul in bf16": _attribute(MATMUL, "allow_bf16_reduced_precision_reduction"),
-    "mkldnn": (C._get_mkldnn_enabled, C._set_mkldnn_enabled),
+    "cuDNN": _switch("cudnn_enabled"),
+    "tf32 of cuDNN": _switch("cudnn_allow_tf32"),
+    "trials of cuDNN": _switch("cudnn_benchmark"),
+    "determinism of cuDNN": _switch("cudnn_deterministic"),
+    "tf32 of cuBLAS": _switch("cublas_allow_tf32"),
+    "fp16 sums of cuBLAS": _switch("cublas_allow_fp16_accumulation"),
+    "oneDNN": _switch("mkldnn_enabled"),
+    "fp16 reductions of cuBLAS": _reduction("fp16"),
+    "bf16 reductions of cuBLAS": _reduction("bf16"),
     "autocast of another device": (
         lambda: torch.is_autocast_enabled("cuda"),
         lambda value: torch.set_autocast_enabled("cuda", value),
@@ -63,7 +67,7 @@ def test_a_switch_is_part_of_the_key(name: str) -> None:
 
 
 def test_precisions_set_for_one_operation_alone_are_part_of_the_key() -> None:
-    conv: Any = CUDNN.conv
+    conv: Any = torch.backends.cudnn.conv
 
     def body(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if conv.fp32_precision == "ieee" else x

@@ -121,7 +121,7 @@ def _reading_functions() -> dict[Any, str]:
         "tolist", "numpy", "__array__", "cpu", "__repr__", "__format__", "__dlpack__", "__deepcopy__", "__reduce_ex__"
     )  # fmt: skip
     reading: dict[Any, str] = {getattr(torch.Tensor, name): f"Tensor.{name}" for name in names}
-    reading[vars(torch._C.TensorBase)["grad"].__get__] = GRAD
+    reading[vars(torch.Tensor.__mro__[1])["grad"].__get__] = GRAD
     return reading | {torch.tensor_split: _SPLIT, torch.Tensor.tensor_split: _SPLIT}
 
 

@@ -24,6 +24,7 @@ from segue.errors import CaptureError, HostReadError
 from segue.graph import Call, Recording, Trace, calling
 from segue.graph.audit import Audit
 from segue.graph.breaks import around_bodies
+from segue.graph.bridge import External
 from segue.graph.effects import BodyEffects, HostState, hooks
 from segue.graph.lease import Outputs
 from segue.graph.modes import kernel_modes
@@ -223,7 +224,8 @@ def _capture(
 
 def _strange(recording: Recording, trace: Trace, static: StaticCall, reach: Reach) -> torch.Tensor | None:
     """A tensor that the recording reads, and that neither the traced call read nor the callable reaches."""
-    known = [*trace.externals.values(), *static.buffers, *filter(_is_strided, reach.tensors())]
+    returned = [leaf.tensor for note in trace.breaks for leaf in note.output.leaves if isinstance(leaf, External)]
+    known = [*trace.externals.values(), *returned, *static.buffers, *filter(_is_strided, reach.tensors())]
     handles, addresses = set(map(storage_handle, known)), {t.untyped_storage().data_ptr() for t in known}
     for handle, tensor in recording.externals.items():
         is_number = tensor.dim() == 0  # a constant of the program
