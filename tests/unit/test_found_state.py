@@ -61,6 +61,10 @@ class Plain:
     pass
 
 
+class Items(tuple[Any, ...]):
+    pass
+
+
 class Holder(torch.nn.Module):
     """Applies a function to what it holds."""
 
@@ -190,6 +194,7 @@ def test_what_says_which_way_code_takes(before: Any, after: Any, function: Any) 
     _check(lambda x: function(table["value"], x), lambda: table.__setitem__("value", after))
 
 
+@needs_versions
 def test_a_generator_that_is_another_one() -> None:
     item = Plain()
     item.generator = torch.Generator()  # type: ignore[attr-defined]
@@ -209,6 +214,24 @@ def test_a_list_of_functions(value: Any) -> None:
 
     _check(chain, lambda: items.append(value))
     _check(chain, lambda: items.__setitem__(0, value))
+
+
+def test_functions_in_containers_without_versions() -> None:
+    held = Items(([torch.sin],))
+    _check(lambda x: held[0][0](x), lambda: held[0].__setitem__(0, torch.cos))
+    table = collections.defaultdict(list, {"f": torch.sin})  # type: ignore[dict-item]
+    _check(lambda x: table["f"](x), lambda: table.__setitem__("f", torch.cos))  # type: ignore[operator,call-overload]
+
+
+def test_a_tensor_of_the_class_of_a_classmethod() -> None:
+    class Kind:
+        weight = ONES
+
+        @classmethod
+        def run(cls, x: torch.Tensor) -> torch.Tensor:
+            return x * cls.weight
+
+    _check(Kind.run, lambda: setattr(Kind, "weight", _other()))
 
 
 def test_a_dict_that_grows_and_a_set_with_another_member() -> None:
@@ -339,10 +362,6 @@ def test_a_method_that_changes_its_object_is_seen() -> None:
     for _ in range(4):
         same(step(items.pop, ONES), ONES * beside.pop())
     assert items == beside and step.report().replays == 0
-
-
-class Items(tuple[Any, ...]):
-    pass
 
 
 def test_what_containers_that_count_by_value_hold() -> None:

@@ -162,6 +162,8 @@ class Audit:
                 scalars.append(index)
             elif link.is_near and not isinstance(link.value, torch.nn.Module):
                 wanted.update(reach.path(index))  # a function, a tuple of numbers, an enum: by identity
+            elif isinstance(link.value, CODE) and link.value is not None and _has_no_versions(link.container):
+                wanted.update(reach.path(index))
         links = [tuple(reach.links[i][:3]) for i in sorted(wanted)]
         self._named = [(*reach.links[i][:3], reach.links[i].label) for i in sorted(wanted.union(scalars))]
         self._containers, self._keys, self._values = _columns(links)
@@ -248,6 +250,10 @@ def _is_placed(tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and tensor.data_ptr() >= 0
     except RuntimeError:
         return False
+
+
+def _has_no_versions(container: Any) -> bool:
+    return isinstance(container, (list, deque)) or (isinstance(container, dict) and not is_plain(container))
 
 
 def _outline(container: Any) -> Any:
