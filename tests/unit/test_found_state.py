@@ -278,6 +278,8 @@ def test_a_users_module_named_like_a_library(name: str, tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module(name)
     _check(module.f, lambda: setattr(module, "W", _other()))
+    globals()["named"] = module
+    _check(lambda x: x * named.W, lambda: setattr(module, "W", _other() * 2))  # type: ignore[name-defined] # noqa: F821
     item = module.c
     _check(lambda x: x * item.w, lambda: setattr(item, "w", _other()))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -116,12 +116,21 @@ class BodyEffects:
     def around(self, mark: Mark, leaves: list[Any]) -> Iterator[None]:
         objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf).__module__ != "builtins"]
         local = [item for item in objects if item not in self._reach]
-        states = [self._state, HostState(Reach(None, local, follows_breaks=False))] if local else [self._state]
-        before = [label for state in states for label in state.changed()]
+        states = [self._state]
+        with suppress(Exception):  # what cannot be read makes no error of the call's
+            states += [HostState(Reach(None, local, follows_breaks=False))] if local else []
+        before = _labels(states)
         yield
-        found = [label for state in states for label in state.changed() if label not in before]
+        found = [label for label in _labels(states) if label not in before]
         if found:
             self.changed.setdefault(mark.name, []).extend(found)
+
+
+def _labels(states: list[HostState]) -> list[str]:
+    try:
+        return [label for state in states for label in state.changed()]
+    except Exception as error:
+        return [f"what cannot be compared ({type(error).__name__})"]
 
 
 def _layout(tensor: torch.Tensor) -> Any:

@@ -4,14 +4,15 @@ Two readers. The *audit* (`graph.audit`) asks, before a replay, whether the tens
 they were. The *host state* (`graph.effects`) undoes what running the body once more for a capture changed.
 
 The search starts at the callable: a module's tree, the object of a method, closure cells, defaults, the globals that the
-code names, and from there through lists, dicts, tuples and plain objects. It is bounded, and does not follow imported
-Python modules: what lies behind them is not seen (docs/safety.md).
+code names (also as `module.name`), and from there through lists, dicts, tuples and plain objects. It is bounded: what lies
+behind other paths is not seen (docs/safety.md).
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -32,6 +33,8 @@ import torch
 _MAX_DEPTH = 12
 _MAX_CODE_DEPTH = 4
 """how far functions, and the classes of objects, are followed to the globals that they name"""
+_MAX_MODULE_DEPTH = 3
+"""how many modules a name may go through"""
 _MAX_LINKS = 200_000
 _MAX_ITEMS = 4096
 """longer containers hold data, not structure"""
@@ -44,6 +47,7 @@ _OPAQUE = (ModuleType, CodeType, *_VALUES)
 _BUILTINS = (BuiltinFunctionType, MethodWrapperType)
 CODE = (type(None), FunctionType, MethodType, functools.partial, *_BUILTINS, *_VALUES)
 """what says which way code takes, told by identity"""
+_STRUCTURE = (torch.Tensor, torch.nn.Module, *CODE)
 _WRAPPER = "segue.runners.callable"
 _BREAKS = "segue.graph.breaks"
 _LIBRARIES = frozenset({"torch", "builtins", "segue", "threading", "logging", "collections", "functools"})
@@ -152,8 +156,7 @@ class Reach:
                 self.own.append(value)
             self._visit_items(value, value, depth, parent, label)
         elif isinstance(value, (list, tuple, deque)):
-            is_structure = all(isinstance(item, (torch.Tensor, torch.nn.Module, *CODE)) for item in value)
-            if depth == 1 and is_structure and not isinstance(value, tuple):
+            if depth == 1 and not isinstance(value, tuple) and all(isinstance(item, _STRUCTURE) for item in value):
                 self.own.append(value)
             # a tuple's items cannot change, but the way to them can
             self._visit_items(value, dict(enumerate(islice(value, _MAX_ITEMS))), depth, parent, label)
@@ -205,11 +208,18 @@ class Reach:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if cell != _EMPTY_CELL:
                 self._link(Cell(cell), None, cell.cell_contents, depth, parent, name)
-        for name in _global_names(function.__code__):
-            if name in function.__globals__:
-                self._link(function.__globals__, name, function.__globals__[name], depth, parent, name)
+        self._visit_names(function.__globals__, _global_names(function.__code__), depth, parent, "")
         for part in (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)):
             self._follow(part, depth, parent, function.__name__)
+
+    def _visit_names(self, space: dict[str, Any], names: tuple[str, ...], depth: int, parent: int | None, path: str) -> None:
+        """What code that names these reads of a module's globals, and of modules that it finds there."""
+        for name in names:
+            if name in space:
+                value, found = space[name], f"{path}{name}"
+                self._link(space, name, value, depth, parent, found)
+                if isinstance(value, ModuleType) and path.count(".") < _MAX_MODULE_DEPTH and _is_searched(value):
+                    self._visit_names(vars(value), names, depth, parent, f"{found}.")
 
     def _visit_items(self, container: Any, items: Mapping[Any, Any], depth: int, parent: int | None, label: str) -> None:
         if len(items) <= _MAX_ITEMS:
@@ -234,6 +244,10 @@ def is_library(module: str | None, names: frozenset[str] = _LIBRARIES) -> bool:
     """Whether a Python module is one of `names`, or inside one."""
     parts = (module or "").split(".")
     return any(".".join(parts[:count]) in names for count in (1, 2))
+
+
+def _is_searched(module: ModuleType) -> bool:
+    return not is_library(module.__name__) and module.__name__.partition(".")[0] not in sys.stdlib_module_names
 
 
 def is_marked(function: Any) -> bool:

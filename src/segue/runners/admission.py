@@ -85,7 +85,15 @@ def admit(
     carriers = [leaf for leaf in scan.leaves if not isinstance(leaf, torch.Tensor)]
     root = function if is_marked(function) else origin
     search = functools.partial(Reach, root, carriers, follows_breaks=not backend.is_segmented)
-    if not is_live and (static.overlaps or _are_held(search(), scan.tensors)):
+    try:
+        reach = search()
+        before = HostState(reach)
+    except Exception as error:  # a container of the user's that cannot be read: no error of the call's
+        with calling(Call(args, kwargs)):
+            output = function(*args, **kwargs)
+        detail = f"what it reaches cannot be read: {type(error).__name__}: {error}"
+        return Admission(output, reason=Reason.CAPTURE_FAILED, detail=detail, error=error), None
+    if not is_live and (static.overlaps or _are_held(reach, scan.tensors)):
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
         detail = "arguments share memory in a way that copies cannot keep"
@@ -95,14 +103,6 @@ def admit(
     called, named = (args, kwargs) if is_live else (static.args, static.kwargs)
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
-    try:
-        reach = search()
-        before = HostState(reach)
-    except Exception as error:  # a container of the user's that cannot be read: no error of the call's
-        with calling(Call(args, kwargs)):
-            output = function(*args, **kwargs)
-        detail = f"what it reaches cannot be read: {type(error).__name__}: {error}"
-        return Admission(output, reason=Reason.CAPTURE_FAILED, detail=detail, error=error), None
     bodies = BodyEffects(reach, before)
     generators = [default_generator(static.device), *reach.generators()]
     starts = [(g, g.get_state()) for g in generators]
