@@ -72,6 +72,7 @@ class Bindings:
         self._flag_holders = [vars(m) for m in trained if "training" in vars(m)]
         dicts = {id(d): d for d in (*tables, *attributes, *spaces, *self._flag_holders)}
         tables_apart = [item.table for item in loose]
+        # made before what it spares is read
         self._watch = Watch(tensors, list(dicts.values()), [*modules, *objects], tables_apart, at_once=at_once)
         self._loose = loose
         self._attributes = [(space, dict(space)) for space in attributes]
@@ -121,10 +122,9 @@ class Loose:
     """A dict further down, of items or of an object's attributes: which functions, types, flags and Nones it holds; of
     attributes also how many they are."""
 
-    def __init__(self, table: dict[Any, Any]) -> None:
-        self.table = table
+    def __init__(self, table: dict[Any, Any], size: int | None = None) -> None:
+        self.table, self.size = table, size
         self.items: list[tuple[Any, Any]] = []
-        self.size: int | None = None
 
     def holds(self) -> bool:
         is_as_long = self.size is None or len(self.table) == self.size
@@ -135,9 +135,9 @@ def _loose(reach: Reach) -> list[Loose]:
     spaces = set(map(id, reach.spaces))
     found: dict[int, Loose] = {}
     for item in reach.objects:
-        if id(vars(item)) not in spaces:
-            found[id(vars(item))] = Loose(vars(item))
-            found[id(vars(item))].size = len(vars(item))
+        attributes = vars(item)
+        if id(attributes) not in spaces and is_plain(attributes):
+            found[id(attributes)] = Loose(attributes, len(attributes))
     for link in reach.links:
         table: Any = link.container
         if not link.is_near and isinstance(link.value, CODE) and is_plain(table) and id(table) not in spaces:

@@ -104,8 +104,7 @@ def admit(
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
     bodies = BodyEffects(reach, before)
-    generators = [default_generator(static.device), *reach.generators()]
-    starts = [(g, g.get_state()) for g in generators]
+    starts = [(g, g.get_state()) for g in (default_generator(static.device), *reach.generators())]
     with calling(Call(args, kwargs)), _watching(bodies):
         output, trace = backend.trace(lambda: function(*called, **named))
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
@@ -119,13 +118,7 @@ def admit(
         touched.update(before.changed())
         _check(trace, static, scan, backend.lane, written, args, kwargs)
         _check_carriers(carriers)
-        if trace.draws.are_set(starts):
-            raise _Refused(Reason.UNSAFE_EFFECTS, "it sets the state of a random generator, which a replay would not")
-        if not trace.draws.are_from(generators):
-            raise _Refused(Reason.UNSAFE_EFFECTS, "it draws from a generator that it makes inside, or that is not found")
-        grads = [t.grad for t in (*scan.tensors, *reach.tensors()) if t.is_leaf and t.grad is not None]
-        if trace.reads_grad or any(_is_strided(g) and storage_handle(g) in trace.externals for g in grads):
-            raise _Refused(Reason.UNSAFE_EFFECTS, "it reads the grad of a tensor, which is another one after each backward")
+        _check_world(trace, reach, scan, starts)
         for name, changed in bodies.changed.items():
             detail = f"break {name} changes {_names(changed)}, which what follows it may read: return the new value instead"
             raise _Refused(Reason.UNSAFE_EFFECTS, detail)
@@ -228,13 +221,9 @@ def _strange(recording: Recording, trace: Trace, static: StaticCall, reach: Reac
     known = [*trace.externals.values(), *returned, *static.buffers, *filter(_is_strided, reach.tensors())]
     handles, addresses = set(map(storage_handle, known)), {t.untyped_storage().data_ptr() for t in known}
     for handle, tensor in recording.externals.items():
-        is_number = tensor.dim() == 0  # a constant of the program
-        if (
-            handle not in handles
-            and tensor.untyped_storage().data_ptr() not in addresses
-            and tensor.numel()
-            and not is_number
-        ):
+        if handle in handles or tensor.untyped_storage().data_ptr() in addresses:
+            continue
+        if tensor.numel() and tensor.dim():  # others are constants of the program
             return tensor
     return None
 
@@ -298,6 +287,17 @@ def _check(
         raise _Refused(Reason.OTHER_DEVICE, f"random numbers are drawn on another device than {device}")
     if not keeps_arguments(scan, args, kwargs):
         raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
+
+
+def _check_world(trace: Trace, reach: Reach, scan: Scan, starts: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    """What is neither memory that stays nor state of Python's; `starts` are generators before the trace."""
+    if trace.draws.are_set(starts):
+        raise _Refused(Reason.UNSAFE_EFFECTS, "it sets the state of a random generator, which a replay would not")
+    if not trace.draws.are_from([generator for generator, _ in starts]):
+        raise _Refused(Reason.UNSAFE_EFFECTS, "it draws from a generator that it makes inside, or that is not found")
+    grads = [t.grad for t in (*scan.tensors, *reach.tensors()) if t.is_leaf and t.grad is not None]
+    if trace.reads_grad or any(_is_strided(g) and storage_handle(g) in trace.externals for g in grads):
+        raise _Refused(Reason.UNSAFE_EFFECTS, "it reads the grad of a tensor, which is another one after each backward")
 
 
 def _check_carriers(carriers: list[Any]) -> None:
