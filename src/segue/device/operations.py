@@ -175,9 +175,13 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def lazily_as(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
     """`alias`, conjugated or negated lazily where `tensor`, over the same memory, is."""
-    if tensor.is_conj():
+    return lazily(alias, tensor.is_conj(), tensor.is_neg())
+
+
+def lazily(alias: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    if is_conj:
         alias = alias.conj()
-    return torch._neg_view(alias) if tensor.is_neg() else alias
+    return torch._neg_view(alias) if is_neg else alias
 
 
 def extent_bytes(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> int:

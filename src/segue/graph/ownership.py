@@ -50,6 +50,12 @@ class Ownership:
         self.owned[storage_handle(tensor)] = kept
         return kept
 
+    def is_outside(self, leaf: Any) -> bool:
+        """Whether what was kept is a tensor whose memory is not the pool's."""
+        if not isinstance(leaf, torch.Tensor):
+            return False
+        return leaf.layout is not torch.strided or leaf.numel() == 0 or storage_handle(leaf) in self.owned
+
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory is a block of the pool allocated since this object was made. What the trace met as an outside
         tensor never is: an alias of pool memory that nothing holds alive (an output of another recording)."""

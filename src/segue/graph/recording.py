@@ -32,6 +32,7 @@ from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import Fresh, build_output, delivery
 from segue.graph.guard import CaptureInterrupted, capturing, interruption, is_lent
+from segue.graph.lease import Returned, as_returned
 from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import OutsideAccess, Ownership, escape_error
 from segue.graph.ranges import ranged, wants_ranges
@@ -112,6 +113,8 @@ class Recording:
         self.externals: dict[int, torch.Tensor] = {}
         """the outside tensors that are read, by storage handle; of these, `written` are also written"""
         self.written: dict[int, torch.Tensor] = {}
+        self.returned: list[Returned] = []
+        """of each leaf of the output, how the pass returned it"""
         self.unseen: list[str] = []
         """where work was recorded that no torch operation launched, if that was looked for: what it reads is not known"""
         self.operations: dict[int, OperationNote] = {}
@@ -156,6 +159,7 @@ class Recording:
         self.owned = []
         self.externals = {}
         self.written = {}
+        self.returned = []
 
 
 def _step_name(at: int, step: DeviceGraph | Break) -> str:
@@ -250,6 +254,7 @@ class Recorder:
         leaves, spec = flatten(output)
         del output
         kept = [self._keep(leaf) for leaf in leaves]
+        returned = [as_returned(leaf, is_own=not self._ownership.is_outside(leaf)) for leaf in leaves]
         if self._watch is not None:
             self._watch.outside.note_read(leaves)  # an outside tensor may be returned without any operation
         del leaves
@@ -257,6 +262,7 @@ class Recorder:
         owned = list(self._ownership.owned.values()) + list(outside.externals.values())
         recording = Recording(self._steps, unflatten(spec, iter(kept)), owned)
         recording.externals, recording.written = outside.externals, outside.written
+        recording.returned = returned
         recording.unseen = list(dict.fromkeys(session.unseen))
         return recording
 

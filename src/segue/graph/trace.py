@@ -136,8 +136,10 @@ def traced(
     with without_autocast_cache(), handling(handler), _watching(watch, device, trace):
         output = forward()
     trace.seconds = time.perf_counter() - start
-    trace.has_backward = trace.has_backward or _has_backward(flatten(output)[0])
+    leaves = flatten(output)[0]
+    trace.has_backward = trace.has_backward or _has_backward(leaves)
     if watch is not None:
+        watch.note_read(leaves, is_passed_on=True)  # an outside tensor may be returned without any operation
         trace.streams = watch.take_streams()
         watch.forget()
     return output, trace
@@ -213,14 +215,14 @@ class _TraceMode(OperationMode):
             self._collect(len(trace.operations) - 1, touched(op, args, kwargs, result))
         return result
 
-    def note_read(self, value: Any, *, by_break: bool = False) -> None:
+    def note_read(self, value: Any, *, is_passed_on: bool = False) -> None:
         for tensor in tensors(value):
             if tensor.layout is not torch.strided:
                 continue
             handle = storage_handle(tensor)
             if handle not in self._inside and handle not in self._trace.externals:
                 self._trace.externals[handle] = tensor.detach()
-            if handle not in self._inside and not by_break:
+            if handle not in self._inside and not is_passed_on:
                 self._trace.read_devices.add(tensor.device)
                 self._trace.devices.add(tensor.device)
 
@@ -290,7 +292,7 @@ class _TraceHandler:
                 return unflatten(result_spec, iter(results))
             output = note_output(result_spec, results, leaves)
             if watch is not None:
-                watch.note_read(leaves, by_break=True)
+                watch.note_read(leaves, is_passed_on=True)
                 watch.note_made(results)
         self._trace.has_backward = self._trace.has_backward or _has_backward(results)
         scalars = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}

@@ -9,6 +9,7 @@ returned with its reason, and what the second run of the body changed in Python 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from segue.errors import CaptureError, HostReadError
 from segue.graph import Call, Recording, Trace, calling
 from segue.graph.audit import Audit
 from segue.graph.effects import HostState, hooks
-from segue.graph.lease import Outputs
+from segue.graph.lease import Outputs, as_returned
 from segue.graph.reach import Reach
 from segue.graph.tree import flatten
 from segue.memory.lane import Lane
@@ -96,6 +97,7 @@ def admit(
     with calling(Call(args, kwargs)):
         output, trace = backend.trace(lambda: function(*called, **named))
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
+    returned = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
     _hand_over(backend.lane, output)
     if not is_live:
         written |= {i for i in static.distinct if _differ(static.live_part(i, scan.tensors[i]), scan.tensors[i])}
@@ -113,7 +115,9 @@ def admit(
     def complete() -> None:
         with _refusing(admission):
             live = Call(args, kwargs)
-            admission.graph = _capture(function, origin, backend, key, static, trace, written, touched, admission, live)
+            lasting = [None if leaf is None else leaf() for leaf in returned]
+            parts = function, origin, backend, key, static, trace, written, touched, admission, live
+            admission.graph = _capture(*parts, lasting)
 
     return admission, complete
 
@@ -142,8 +146,9 @@ def _capture(
     touched: set[str],
     admission: Admission,
     live: Call,
+    lasting: list[Any],
 ) -> CallGraph:
-    """`touched` names what the trace changed in Python."""
+    """`touched` names what the trace changed in Python, `lasting` are its results."""
     reach = Reach(origin)
     if reach.opaque:
         why = "is TorchScript, whose weights lie where no change is noticed: wrap the module that it was made from"
@@ -181,7 +186,7 @@ def _capture(
     if state.others or not before.holds():  # asked last: the recording may have seen what was there before or after
         graph.close()
         raise _Refused(Reason.REBOUND, f"{', '.join(state.others) or 'what it reads'} was changed while it was recorded")
-    return CallGraph(graph, static, written, audit)
+    return CallGraph(graph, static, written, audit, lasting)
 
 
 def _holds_memory_of(lane: Lane, value: Any) -> bool:
@@ -259,9 +264,14 @@ def _from_static(output: Any, static: StaticCall, scan: Scan, padded: Padded | N
         for i in written - static.unwritable:
             scan.tensors[i].copy_(static.live_part(i, scan.tensors[i]))
     outside = {h: t for h, t in trace.externals.items() if h not in {storage_handle(b) for b in static.buffers}}
-    return Outputs(output, static.buffers, outside).copied(
-        scan.tensors, None if padded is None else functools.partial(cut, axes=padded.axes)
-    )
+    leaves = flatten(output)[0]
+    returned = [as_returned(leaf, is_own=not _is_outside(leaf, trace)) for leaf in leaves]
+    outputs = Outputs(output, returned, leaves, static.buffers, outside, is_inference=static.is_inference)
+    return outputs.copied(scan.tensors, None if padded is None else functools.partial(cut, axes=padded.axes))
+
+
+def _is_outside(leaf: Any, trace: Trace) -> bool:
+    return isinstance(leaf, torch.Tensor) and _is_strided(leaf) and storage_handle(leaf) in trace.externals
 
 
 def _is_written(tensor: torch.Tensor, version: int | None, trace: Trace) -> bool:

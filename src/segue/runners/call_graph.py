@@ -23,7 +23,7 @@ from segue.graph.audit import Audit
 from segue.graph.lease import Cut, Outputs
 from segue.graph.tree import Spec, unflatten
 from segue.observe.decision import GraphRecord, Reason
-from segue.runners.call_key import Scan, dense_strides, extent, static_strides
+from segue.runners.call_key import Alias, Scan, dense_strides, extent, static_strides
 from segue.runners.call_padding import Padded
 
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -36,8 +36,9 @@ class StaticCall:
         structure, parts, alias, device, modes = scan.key
         self.is_inference = bool(modes[0])
         self.device: torch.device = device
-        self.firsts = list(alias[:-1]) if alias is not None else list(range(len(scan.tensors)))
-        self.overlaps = bool(alias[-1]) if alias is not None else False
+        places = range(len(scan.tensors))
+        found: Alias = alias or Alias(tuple(places), tuple(places), False)
+        self.firsts, objects, self.overlaps = found
         self.distinct = [i for i in range(len(scan.tensors)) if self.firsts[i] == i]
         self._leaves, self._places, self._structure = scan.leaves, scan.places, structure
         made: dict[int, torch.Tensor] = {}
@@ -48,8 +49,10 @@ class StaticCall:
                 size = tuple(shape if grown is None else grown)
                 stride = static_strides(scan.tensors[i], order) if grown is None else dense_strides(size, order)
                 made[i] = torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+            for i in places:  # arguments may be one tensor, or several over the same memory
+                made.setdefault(objects[i], made[self.firsts[i]].detach())
         self.unwritable = {i for i in self.distinct if parts[scan.places[i]][2] and min(parts[scan.places[i]][2]) < 0}
-        self.buffers = [made[first] for first in self.firsts]
+        self.buffers = [made[i] for i in objects]
         self._pads = [] if padded is None else [(i, *padded.fills[i]) for i in self.distinct if padded.shapes[i] is not None]
         self._groups = self._group([self.buffers[i] for i in self.distinct])
         is_whole = not self._pads and [places for _, places in self._groups] == [list(range(len(scan.tensors)))]
@@ -123,7 +126,10 @@ class StaticCall:
 class CallGraph:
     """A recording with what its calls need. Guarded by the lane's lock; owns the recording until `close`."""
 
-    def __init__(self, graph: Replayable, static: StaticCall, written: set[int], audit: Audit) -> None:
+    def __init__(
+        self, graph: Replayable, static: StaticCall, written: set[int], audit: Audit, lasting: Sequence[Any]
+    ) -> None:
+        """`lasting` are what the traced call returned, as far as that is still there."""
         recording = graph.recording  # type: ignore[attr-defined]
         buffers = {storage_handle(b): i for i, b in enumerate(static.buffers)}
         outside = {h: t for h, t in recording.externals.items() if h not in buffers}
@@ -131,7 +137,9 @@ class CallGraph:
         self.recording = recording
         self.static = static
         self.audit = audit
-        self.outputs = Outputs(recording.output, static.buffers, outside)
+        self.outputs = Outputs(
+            recording.output, recording.returned, lasting, static.buffers, outside, is_inference=static.is_inference
+        )
         self.record: GraphRecord = graph.record
         self.record.static_bytes = static.nbytes
         self.has_breaks = bool(recording.breaks)

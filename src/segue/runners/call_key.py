@@ -129,9 +129,17 @@ def dense_strides(size: tuple[int, ...], order: Any) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def aliases(tensors: list[torch.Tensor]) -> Any:
-    """None where no two share memory. Otherwise for each tensor the place of the first one that is the same, and True at
-    the end where some overlap without being the same."""
+class Alias(NamedTuple):
+    """Which arguments share memory: for each the place of the first one that lies as it does, and of the first one that is
+    the same object; and whether some overlap without lying alike."""
+
+    firsts: tuple[int, ...]
+    objects: tuple[int, ...]
+    overlaps: bool
+
+
+def aliases(tensors: list[torch.Tensor]) -> Alias | None:
+    """None where no two share memory."""
     end = 0
     for start, nbytes in sorted([(t.data_ptr(), t.nbytes if t.is_contiguous() else extent(t)) for t in tensors]):
         if start < end and nbytes:
@@ -140,14 +148,15 @@ def aliases(tensors: list[torch.Tensor]) -> Any:
     return None
 
 
-def _alias_groups(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    firsts: dict[Any, int] = {}
-    first = [
-        firsts.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else i, i) for i, t in enumerate(tensors)
+def _alias_groups(tensors: list[torch.Tensor]) -> Alias:
+    seen: dict[Any, int] = {}
+    firsts = [
+        seen.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else i, i) for i, t in enumerate(tensors)
     ]
-    distinct = sorted([(t.data_ptr(), extent(t)) for i, t in enumerate(tensors) if first[i] == i and t.numel()])
+    objects = [seen.setdefault(id(t), i) for i, t in enumerate(tensors)]
+    distinct = sorted([(t.data_ptr(), extent(t)) for i, t in enumerate(tensors) if firsts[i] == i and t.numel()])
     overlaps = any(a + n > b for (a, n), (b, _) in pairwise(distinct))
-    return (*first, overlaps)
+    return Alias(tuple(firsts), tuple(objects), overlaps)
 
 
 def extent(tensor: torch.Tensor) -> int:

@@ -1,0 +1,208 @@
+"""Results that share memory with arguments or lasting tensors, beside eager: the objects, their flags and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import segue
+from call_support import same
+from segue.device import Device
+from segue.graph.tree import flatten
+
+Body = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def flags(result: Any, *known: torch.Tensor) -> list[Any]:
+    """Of each tensor of a result all that can be asked of it, and which of the `known` tensors it is."""
+    return [
+        (
+            [leaf is t for t in known],
+            leaf.stride(),
+            leaf.requires_grad,
+            leaf.is_inference(),
+            leaf.is_conj(),
+            leaf.is_neg(),
+            [leaf.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in known],
+        )
+        for leaf in flatten(result)[0]
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def check(body: Body, make: Callable[[], tuple[torch.Tensor, ...]], held: tuple[torch.Tensor, ...] = ()) -> Any:
+    """Runs `body` replayed and eagerly, each on arguments of its own: results, flags and aliasing must agree, and what the
+    arguments hold after each result was written."""
+    step = segue.graph(body)
+    for _ in range(4):
+        ours, theirs = make(), make()
+        for a, b in zip(ours, theirs, strict=True):
+            b.copy_(a)
+        got, expected = step(*ours), body(*theirs)
+        same(got, expected)
+        assert flags(got, *ours, *held) == flags(expected, *theirs, *held)
+        for a, b in zip(flatten(got)[0], flatten(expected)[0], strict=True):
+            can_write = isinstance(b, torch.Tensor) and not b.is_inference() and 0 not in b.stride()
+            if can_write and not any(b.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in held):
+                a.mul_(2), b.mul_(2)
+        same(ours, theirs)
+    assert step.report().replays >= 2, step.report()
+    return step
+
+
+COMPLEX_VIEWS: dict[str, Body] = {
+    "conj": lambda x: x.conj(),
+    "mH": lambda x: x.mH,
+    "a negative": lambda x: x.conj().imag,
+    "conj twice": lambda x: x.conj().conj(),
+    "a row of conj": lambda x: x.conj()[1:],
+    "real": lambda x: x.real,
+    "imag of mT": lambda x: x.mT.imag,
+    "as real": torch.view_as_real,
+    "both": lambda x: (x, x.conj(), x.detach()),
+    "fresh conj": lambda x: (x * 1j).conj(),
+    "fresh both": lambda x: (lambda y: (y, y.conj(), y.conj().imag))(x * 1j),
+}
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.parametrize("name", COMPLEX_VIEWS)
+def test_a_complex_view_of_an_argument_is_eagers(name: str, is_strided: bool, device: Device) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        x = torch.randn(3, 2, dtype=torch.complex64, device=device.device)
+        return (x.t() if is_strided else x,)
+
+    check(COMPLEX_VIEWS[name], make)
+
+
+@pytest.mark.parametrize("name", ["to complex", "to bytes", "a row to bytes"])
+def test_a_view_as_another_dtype_of_an_argument_is_eagers(name: str, device: Device) -> None:
+    body: Body = {
+        "to complex": torch.view_as_complex,
+        "to bytes": lambda x: x.view(torch.int32),
+        "a row to bytes": lambda x: x[1].view(torch.int16),
+    }[name]
+    check(body, lambda: (torch.randn(3, 2, device=device.device),))
+
+
+VIEWS: dict[str, Body] = {
+    "itself": lambda x: x,
+    "detached": lambda x: x.detach(),
+    "a slice of all": lambda x: x[:],
+    "view_as": lambda x: x.view_as(x),
+    "transposed": lambda x: x.t(),
+    "detached and transposed": lambda x: x.detach().t(),
+    "expanded": lambda x: x[:1].expand(5, 3),
+    "requiring grad": lambda x: x.detach().requires_grad_(),
+    "empty": lambda x: x[:0],
+    "all": lambda x: [x, x.detach(), x.t(), x],
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_an_argument_is_a_new_object_with_eagers_flags(name: str, requires_grad: bool, device: Device) -> None:
+    check(VIEWS[name], lambda: (torch.randn(2, 3, device=device.device).requires_grad_(requires_grad),))
+
+
+def test_an_empty_argument_comes_back_as_itself(device: Device) -> None:
+    check(lambda x, y: (x, y + 1), lambda: (torch.zeros(0, device=device.device), torch.randn(2, device=device.device)))
+
+
+@pytest.mark.parametrize("second", [lambda x: x, lambda x: x[:], lambda x: x.detach()], ids=["same", "view", "detached"])
+def test_of_two_arguments_over_one_memory_the_returned_one_comes_back(second: Body, device: Device) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        x = torch.randn(3, device=device.device)
+        return x, second(x)
+
+    check(lambda x, y: (y, x is y, x.add_(1)), make)
+
+
+def test_what_is_done_to_a_returned_view_leaves_the_argument_alone(device: Device) -> None:
+    step = segue.graph(lambda x: x[:])
+    for _ in range(4):
+        x = torch.randn(3, device=device.device)
+        step(x).unsqueeze_(0)
+        assert x.shape == (3,)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_lasting_tensor_comes_back_as_itself_and_its_views_as_new_objects(
+    name: str, requires_grad: bool, device: Device
+) -> None:
+    weight = torch.randn(2, 3, device=device.device).requires_grad_(requires_grad)
+    view = VIEWS[name]
+    step = check(lambda x: (x + 1, view(weight)), lambda: (torch.randn(2, device=device.device),), (weight,))
+    x = torch.randn(2, device=device.device)
+    first, second = (flatten(step(x)[1])[0] for _ in range(2))
+    again = flatten(view(weight))[0]
+    assert [a is b for a, b in zip(first, second, strict=True)] == [a is weight for a in again]
+    if first[0] is not weight:
+        first[0].unsqueeze_(0)
+        same(step(x)[1], view(weight))
+
+
+def test_a_view_that_the_callable_keeps_comes_back_as_itself(device: Device) -> None:
+    weight = torch.randn(2, 3, device=device.device)
+    kept = weight.t()
+    check(lambda x: (kept, x * kept), lambda: (torch.randn(2, device=device.device),), (weight, kept))
+
+
+FRESH: dict[str, Body] = {
+    "requiring grad": lambda x: (x * 2).detach().requires_grad_(),
+    "one of two": lambda x: ((x * 2).requires_grad_(), x * 3),
+    "in inference mode": torch.inference_mode()(lambda x: x * 2),
+    "a view in inference mode": torch.inference_mode()(lambda x: (x * 2)[:, ::2]),
+    "a gap": lambda x: (x * 2)[:, ::2],
+    "expanded": lambda x: (x.sum()).expand(4),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_a_fresh_result_has_eagers_flags(name: str, device: Device) -> None:
+    check(FRESH[name], lambda: (torch.randn(2, 3, device=device.device),))
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_padded_call_returns_lasting_tensors_and_arguments_as_eager_does(rows: int, device: Device) -> None:
+    weight = torch.randn(2, 3, device=device.device)
+
+    def body(x: torch.Tensor) -> Any:
+        return x, x * 2, weight, weight.t()
+
+    step = segue.graph(body, pad={"x": segue.Pad(ladder=[4])})
+    for _ in range(4):
+        x = torch.randn(rows, 3, device=device.device)
+        got, expected = step(x), body(x)
+        same(got, expected)
+        assert [f[0] for f in flags(got, x, weight)] == [f[0] for f in flags(expected, x, weight)]
+
+
+@pytest.mark.parametrize("name", COMPLEX_VIEWS)
+@pytest.mark.parametrize("source", ["argument", "buffer", "fresh"])
+def test_a_break_returns_what_eager_would(name: str, source: str, device: Device) -> None:
+    buffer = torch.randn(3, 2, dtype=torch.complex64, device=device.device)
+
+    @segue.eager_on_graph
+    def cut(x: torch.Tensor) -> Any:
+        return COMPLEX_VIEWS[name]({"argument": x, "buffer": buffer, "fresh": x * 1}[source])
+
+    def body(x: torch.Tensor) -> Any:
+        y = x * 2
+        leaves = flatten(cut(y))[0]
+        shares = source == "argument"
+        if shares:
+            y.add_(1)
+        return [leaf * 2 for leaf in leaves], y
+
+    check(body, lambda: (torch.randn(3, 2, dtype=torch.complex64, device=device.device),))
