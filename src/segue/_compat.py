@@ -46,15 +46,15 @@ def storage_handle(tensor: torch.Tensor) -> int:
 
 def storage_owners(tensor: torch.Tensor) -> int:
     """How many C++ references the storage has, less the one that asking takes."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def storage_bytes(tensor: torch.Tensor, address: int, nbytes: int) -> torch.Tensor:
     """`nbytes` bytes from `address` on of the tensor's storage, as a tensor over the same memory."""
     start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), address - start, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), address - start, (nbytes,), (1,)
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -93,6 +93,11 @@ def tensor_handle(tensor: torch.Tensor) -> int:
     return int(tensor._cdata)
 
 
+def dispatch_keys(tensor: torch.Tensor) -> int:
+    """What the tensor is to the dispatcher: also whether it is conjugated or negated lazily."""
+    return int(torch._C._dispatch_keys(tensor).raw_repr())
+
+
 @functools.lru_cache(maxsize=1)
 def tensor_layout() -> TensorLayout | None:
     """None where the places are not found, or objects move between threads (CPython without a GIL)."""
@@ -108,19 +113,21 @@ def tensor_layout() -> TensorLayout | None:
         _find(tensor._cdata, 168, [offset]),
         _find(tensor._cdata, 168, [2, *size, *[None] * (MOST_INLINE - 2), *stride]),
         _find(storage._cdata, 40, [storage.data_ptr()]),
+        _find(tensor._cdata, 184, [dispatch_keys(tensor)]),
     )
     return None if None in found else TensorLayout(*found)  # type: ignore[arg-type]
 
 
 class TensorLayout(NamedTuple):
-    """At which byte a tensor's object holds its C++ tensor; that one its storage, its offset, and its shape (the number of
-    dimensions, then five sizes and five strides, or a pointer where there are more); and a storage its address."""
+    """At which byte a tensor's object holds its C++ tensor; that one its storage, its offset, its shape (the number of
+    dimensions, then five sizes and five strides, or a pointer where there are more) and its keys; and a storage its address."""
 
     cell: int
     storage: int
     offset: int
     shape: int
     data: int
+    keys: int
 
 
 MOST_INLINE = 5
@@ -134,10 +141,8 @@ def _has_gil() -> bool:
 def _find(start: int, nbytes: int, values: list[int | None]) -> int | None:
     """Where these words stand one after the other, None being any."""
     words = _words(start, nbytes)
-    for at in range(1, len(words) - len(values) + 1):
-        if all(value in (None, word) for word, value in zip(words[at:], values)):
-            return 8 * at
-    return None
+    places = range(1, len(words) - len(values) + 1)
+    return next((8 * at for at in places if all(v in (None, word) for word, v in zip(words[at:], values))), None)
 
 
 def _words(start: int, nbytes: int) -> list[int]:
@@ -405,8 +410,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any], folder: Path) -> Ca
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     context = torch._guards.TracingContext.get()
     with torch._guards.tracing(torch._guards.TracingContext(context.fake_mode)):
-        compiled: Any = compile_fx(graph, inputs)
-    return compiled  # type: ignore[no-any-return]
+        return compile_fx(graph, inputs)  # type: ignore[no-any-return]
 
 
 # -- the CUDA caching allocator and generator (2.11 - 2.13) -----------------------------------------------------------

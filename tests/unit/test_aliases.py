@@ -206,3 +206,15 @@ def test_a_break_returns_what_eager_would(name: str, source: str, device: Device
         return [leaf * 2 for leaf in leaves], y
 
     check(body, lambda: (torch.randn(3, 2, dtype=torch.complex64, device=device.device),))
+
+
+def test_a_buffer_that_becomes_its_conjugate_is_noticed(device: Device) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("factor", torch.randn(3, dtype=torch.complex64, device=device.device))
+    step = segue.graph(lambda x: x * module.factor)
+    for call in range(9):
+        x = torch.randn(3, device=device.device)
+        same(step(x), x * module.factor)
+        if call in (3, 6):
+            module.factor.data = module.factor.data.conj()
+    assert step.report().captures == 3
