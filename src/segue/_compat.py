@@ -35,8 +35,7 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 
 def data_address(tensor: torch.Tensor) -> int:
     """The address of the first element, read without asking for write access."""
-    start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return start + int(tensor.storage_offset()) * tensor.itemsize
+    return int(torch._C._data_address(tensor) + tensor.storage_offset() * tensor.itemsize)  # type: ignore[attr-defined]
 
 
 def storage_handle(tensor: torch.Tensor) -> int:
@@ -119,8 +118,8 @@ def tensor_layout() -> TensorLayout | None:
 
 
 class TensorLayout(NamedTuple):
-    """At which byte a tensor's object holds its C++ tensor; that one its storage, its offset, its shape (the number of
-    dimensions, then five sizes and five strides, or a pointer where there are more) and its keys; and a storage its address."""
+    """At which byte a tensor's object holds its C++ tensor; that one its storage, offset, shape (the number of
+    dimensions, then five sizes and five strides, or a pointer where there are more) and keys; and a storage its address."""
 
     cell: int
     storage: int
@@ -410,7 +409,8 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any], folder: Path) -> Ca
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     context = torch._guards.TracingContext.get()
     with torch._guards.tracing(torch._guards.TracingContext(context.fake_mode)):
-        return compile_fx(graph, inputs)  # type: ignore[no-any-return]
+        compiled: Any = compile_fx(graph, inputs)
+    return compiled  # type: ignore[no-any-return]
 
 
 # -- the CUDA caching allocator and generator (2.11 - 2.13) -----------------------------------------------------------

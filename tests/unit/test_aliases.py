@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import segue
 from call_support import same
 from segue.device import Device
+from segue.device.operations import operation
 from segue.graph.tree import flatten
 
 Body = Callable[..., Any]
@@ -218,3 +221,117 @@ def test_a_buffer_that_becomes_its_conjugate_is_noticed(device: Device) -> None:
         if call in (3, 6):
             module.factor.data = module.factor.data.conj()
     assert step.report().captures == 3
+
+
+# -- what a pass writes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", [None, "first", "every:2"])
+@pytest.mark.parametrize("backend", ["breakable", "full"])
+def test_running_statistics_are_written_once_a_call(verify: str | None, backend: str, device: Device) -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(4, momentum=0.3))
+    module = module.to(device.device)
+    eager = copy.deepcopy(module)
+    step = segue.graph(module, verify=verify, backend=backend)
+    for _ in range(7):
+        x = torch.randn(3, 4, device=device.device)
+        torch.manual_seed(1)
+        got = step(x)
+        torch.manual_seed(1)
+        same(got, eager(x))
+        same(module.state_dict(), eager.state_dict())
+    assert step.report().replays
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("shared", ["nothing", "a view", "the module's"])
+def test_statistics_given_as_arguments_are_written_as_in_eager(is_training: bool, shared: str, device: Device) -> None:
+    modules = [torch.nn.BatchNorm1d(4).to(device.device) for _ in range(2)]
+
+    def body_of(module: torch.nn.Module) -> Body:
+        def body(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Any:
+            return F.batch_norm(x, mean, var, training=is_training), module(x) + mean, mean.clone()
+
+        return body
+
+    step, eager = segue.graph(body_of(modules[0])), body_of(modules[1])
+    for _ in range(5):
+        x, mean, var = (torch.rand(*size, device=device.device) for size in ((3, 4), (4,), (4,)))
+        answers = []
+        for call, module in ((step, modules[0]), (eager, modules[1])):
+            own = [mean.clone(), var.clone()]
+            if shared == "a view":
+                own[0] = own[1][:]
+            elif shared == "the module's":
+                own[0] = module.running_mean
+            answers.append((call(x, *own), own, module.state_dict()))
+        same(*answers)
+
+
+UNDECLARED = [
+    (op, overload)
+    for op in ("native_batch_norm", "batch_norm_update_stats", "batch_norm_gather_stats")
+    for overload in getattr(torch.ops.aten, op).overloads()
+]
+
+
+@pytest.mark.parametrize(("name", "overload"), UNDECLARED)
+def test_writes_that_no_schema_declares_are_known(name: str, overload: str) -> None:
+    op = operation(getattr(getattr(torch.ops.aten, name), overload))
+    tensors = [torch.rand(4) for _ in range(5)]
+    places = [a.name for a in op.overload._schema.arguments]
+    args = [True if n == "training" else tensors[i] if i < 5 else 0.1 for i, n in enumerate(places)]
+    args = args[: len([a for a in op.overload._schema.arguments if not a.kwarg_only])]
+    statistics = [args[places.index("running_mean")], args[places.index("running_var")]]
+    assert [t is s for t, s in zip(op.written(tuple(args), {}), statistics, strict=True)] == [True, True]
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda w: w.mul_(2),
+    "through a view": lambda w: w[1:].mul_(2),
+    "through a detached alias": lambda w: w.detach().mul_(2),
+    "through .data": lambda w: w.data.mul_(2),
+    "first seen, last not": lambda w: (w.mul_(2), w.data.mul_(2)),
+    "by out=": lambda w: torch.mul(w, 2, out=w),
+    "not at all": lambda w: w * 2,
+}
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_autograd_notices_what_a_replay_writes_as_what_eager_writes(name: str, is_argument: bool, device: Device) -> None:
+    def outcome(wrap: Callable[[Body], Any]) -> str:
+        saved, other = torch.ones(4, device=device.device), torch.ones(4, device=device.device)
+
+        def body(w: torch.Tensor) -> torch.Tensor:
+            WRITES[name](w if is_argument else saved)
+            return w + 1
+
+        step = wrap(body)
+        for _ in range(3):
+            step(saved.clone() if is_argument else other)
+        leaf = torch.ones(4, device=device.device, requires_grad=True)
+        with torch.enable_grad():
+            loss = (leaf * saved).sum()
+        step(saved if is_argument else other)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)[:60]
+        return "no error"
+
+    assert outcome(segue.graph) == outcome(lambda body: body)
+
+
+def test_running_statistics_may_be_written_between_forward_and_backward(device: Device) -> None:
+    """Eager does not count these writes."""
+    module = torch.nn.BatchNorm1d(4).to(device.device)
+    step = segue.graph(module, inference=True)
+    x = torch.randn(3, 4, device=device.device)
+    for _ in range(3):
+        step(x)
+    with torch.enable_grad():
+        loss = module(x.clone().requires_grad_()).sum()
+    step(x)
+    loss.backward()
+    assert step.report().replays == 2

@@ -126,7 +126,7 @@ def rebuilt(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result
     schema = op.overload._schema
     if len(schema.returns) == 1:
         return results if op.returns_list else results[0]
-    written = iter(op.written(args, kwargs))
+    written = iter(op.declared(args, kwargs))
     fresh = iter(results)
     return tuple(
         next(written) if r.alias_info is not None and r.alias_info.is_write else next(fresh) for r in schema.returns

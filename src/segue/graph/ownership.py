@@ -52,9 +52,12 @@ class Ownership:
 
     def is_outside(self, leaf: Any) -> bool:
         """Whether what was kept is a tensor whose memory is not the pool's."""
-        if not isinstance(leaf, torch.Tensor):
-            return False
-        return leaf.layout is not torch.strided or leaf.numel() == 0 or storage_handle(leaf) in self.owned
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return isinstance(leaf, torch.Tensor)
+        if leaf.numel():
+            return storage_handle(leaf) in self.owned
+        start = data_address(leaf) - int(leaf.storage_offset()) * leaf.itemsize
+        return not leaf.untyped_storage().nbytes() or start not in _Ranges(self._pool.state().segments)
 
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory is a block of the pool allocated since this object was made. What the trace met as an outside
@@ -105,14 +108,20 @@ class OutsideAccess:
     def __init__(self) -> None:
         self.externals: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
+        self.counted: dict[int, torch.Tensor] = {}
+        """by object, whose version counters the writes raise: not all do"""
         self._made: dict[int, Any] = {}
 
     def note(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.note_read((*args, *kwargs.values()) if kwargs else args)
-        if op.writes_names:
+        if op.may_write:
             for tensor in op.written(args, kwargs):
                 if tensor.layout is torch.strided and storage_handle(tensor) in self.externals:
                     self.written[storage_handle(tensor)] = tensor.detach()
+            for tensor in op.declared(args, kwargs):
+                if tensor.layout is torch.strided and storage_handle(tensor) in self.externals and not tensor.is_inference():
+                    counter = tensor if tensor._base is None else tensor._base
+                    self.counted[id(counter)] = counter
         if op.returns_fresh:
             self.note_made(result)
 

@@ -113,6 +113,8 @@ class Recording:
         self.externals: dict[int, torch.Tensor] = {}
         """the outside tensors that are read, by storage handle; of these, `written` are also written"""
         self.written: dict[int, torch.Tensor] = {}
+        self.counted: list[torch.Tensor] = []
+        """the outside tensors whose versions a replay must raise, as eager does"""
         self.returned: list[Returned] = []
         """of each leaf of the output, how the pass returned it"""
         self.unseen: list[str] = []
@@ -159,6 +161,7 @@ class Recording:
         self.owned = []
         self.externals = {}
         self.written = {}
+        self.counted = []
         self.returned = []
 
 
@@ -263,6 +266,8 @@ class Recorder:
         recording = Recording(self._steps, unflatten(spec, iter(kept)), owned)
         recording.externals, recording.written = outside.externals, outside.written
         recording.returned = returned
+        if self._watch is not None:
+            recording.counted = list(self._watch.outside.counted.values())
         recording.unseen = list(dict.fromkeys(session.unseen))
         return recording
 

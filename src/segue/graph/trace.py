@@ -196,13 +196,13 @@ class _TraceMode(OperationMode):
         self.note_read(args)
         if kwargs:
             self.note_read(tuple(kwargs.values()))
-        for tensor in op.written(args, kwargs) if op.writes_names else ():
+        for tensor in op.written(args, kwargs) if op.may_write else ():
             handle = storage_handle(tensor)
             if handle not in self._inside:
                 trace.written[handle] = tensor
         if self._main is not None:
             self._note_stream()
-        outs = [geometry(t) for t in op.written(args, kwargs)] if op.has_out else None
+        outs = [geometry(t) for t in op.declared(args, kwargs)] if op.has_out else None
         key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
         result = self._drawing(op, args, kwargs) if op.is_random and not trace.draws_random else op.overload(*args, **kwargs)
         if op.is_random and any(t.device != self._device.device for t in tensors(result)):
@@ -210,7 +210,7 @@ class _TraceMode(OperationMode):
         if op.returns_fresh and is_strided(result):
             self._note_results(op, key, result)
         elif outs is not None and key is not None:
-            trace.shapes[key] = None if outs == [geometry(t) for t in op.written(args, kwargs)] else RESIZED
+            trace.shapes[key] = None if outs == [geometry(t) for t in op.declared(args, kwargs)] else RESIZED
         if self._collect is not None:
             self._collect(len(trace.operations) - 1, touched(op, args, kwargs, result))
         return result

@@ -97,6 +97,7 @@ def admit(
     with calling(Call(args, kwargs)):
         output, trace = backend.trace(lambda: function(*called, **named))
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
+    static.uncounted = {i for i in written if versions[i] is not None and _version(inputs[i]) == versions[i]}
     returned = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
     _hand_over(backend.lane, output)
     if not is_live:

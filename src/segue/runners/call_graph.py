@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from segue._compat import data_address, storage_handle
 from segue.backends.base import Replayable
@@ -58,6 +59,8 @@ class StaticCall:
         is_whole = not self._pads and [places for _, places in self._groups] == [list(range(len(scan.tensors)))]
         self._whole = self.buffers if is_whole else None
         self._by_size: dict[Any, Any] = {}
+        self.uncounted: set[int] = set()
+        """tensors that the pass writes without raising their versions (through `.data`, by batch norm)"""
         self.args, self.kwargs = self._arguments()
         self._leaves = None
 
@@ -148,6 +151,7 @@ class CallGraph:
             written = written | {i for h, i in buffers.items() if h in reached}
         self.written = sorted(written)
         self.outside_written = {h: t for h, t in recording.written.items() if h not in buffers}
+        self._counted = [t for t in recording.counted if storage_handle(t) not in buffers]
         self.difference = recording.difference
         self.breaks = recording.breaks
         self._replay = graph.replay
@@ -191,6 +195,8 @@ class CallGraph:
         static.load(tensors)
         if not self.has_breaks:
             self._replay()
+            if self._counted:
+                increment_version(self._counted)
             if self.written:
                 self._write_back(self.written, tensors)
             return
@@ -200,6 +206,8 @@ class CallGraph:
             with calling(Call(args, kwargs)):
                 self._replay()
         finally:
+            if self._counted:
+                increment_version(self._counted)
             changed = {i for i, v in zip(static.distinct, before, strict=True) if counters[i]._version != v}
             self._write_back(sorted(changed.union(self.written)), tensors)
 
@@ -208,7 +216,8 @@ class CallGraph:
             for i in places:
                 if i in self.static.unwritable:  # expanded: eager refuses to write it too
                     continue
-                tensors[i].copy_(self.static.live_part(i, tensors[i]))
+                live = tensors[i].data if i in self.static.uncounted else tensors[i]
+                live.copy_(self.static.live_part(i, live))
 
     def result(self, tensors: Sequence[torch.Tensor], cut: Cut | None) -> Any:
         return self.outputs.copied(tensors, cut)
