@@ -199,6 +199,13 @@ class Outputs:
                 results.append(leaf if cut is None or kind is None else cut(leaf))
         return unflatten(self._spec, iter(results))
 
+    def lies_alike(self, live: Sequence[torch.Tensor], index: int) -> bool:
+        """Whether a view of the static input is the same one of the live."""
+        ours, theirs = self._inputs[index], live[index]
+        return ours.stride() == theirs.stride() or all(
+            [n == m and (s == t or n == 1) for n, m, s, t in zip(ours.shape, theirs.shape, ours.stride(), theirs.stride())]
+        )
+
     def _copies(self, live: Sequence[torch.Tensor], cut: Cut | None) -> list[Any]:
         bases = [base.clone() for base in self._groups]
         made: dict[Any, Any] = {}
@@ -215,14 +222,11 @@ class Outputs:
                 results.append(made[kind])
             elif isinstance(kind, _Alias):
                 results.append(_another(kind.tensor))
-            elif isinstance(kind, _Same) or (cut is None and self._lies_alike(live, kind.argument)):
+            elif isinstance(kind, _Same) or (cut is None and self.lies_alike(live, kind.argument)):
                 results.append(_of_live(kind, live))
             else:  # the live argument has fewer rows, or lies otherwise
                 results.append((leaf if cut is None else cut(leaf)).clone())
         return results
-
-    def _lies_alike(self, live: Sequence[torch.Tensor], index: int) -> bool:
-        return live[index].stride() == self._inputs[index].stride()
 
     def _find_groups(self, fresh: Iterable[int]) -> list[torch.Tensor]:
         """Results that overlap get `_Member` kinds; answers with the bytes under each group."""

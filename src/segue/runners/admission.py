@@ -83,7 +83,8 @@ def admit(
         detail = "arguments share memory in a way that copies cannot keep"
         return Admission(output, reason=Reason.ALIASED_INPUTS, detail=detail), None
     if not is_live:
-        static.load(scan.tensors)
+        with torch.no_grad():
+            static.load(scan.tensors)
     called, named = (args, kwargs) if is_live else (static.args, static.kwargs)
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
@@ -262,8 +263,8 @@ def _are_held(origin: Callable[..., Any], tensors: list[torch.Tensor]) -> bool:
 
 def _from_static(output: Any, static: StaticCall, scan: Scan, padded: Padded | None, trace: Trace, written: set[int]) -> Any:
     with torch.no_grad():
-        for i in written - static.unwritable:
-            scan.tensors[i].copy_(static.live_part(i, scan.tensors[i]))
+        for i in written:
+            static.write_back(i, scan.tensors[i])
     outside = {h: t for h, t in trace.externals.items() if h not in {storage_handle(b) for b in static.buffers}}
     leaves = flatten(output)[0]
     returned = [as_returned(leaf, is_own=not _is_outside(leaf, trace)) for leaf in leaves]

@@ -21,7 +21,7 @@ from segue.backends.base import RecordingBackend
 from segue.device import get_device
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
-from segue.runners.call_key import Scan, scan
+from segue.runners.call_key import MOST_SPREAD, Scan, overlaps_itself, scan
 from segue.runners.call_options import Options
 from segue.runners.call_padding import Padded, Padding, padded_key, shape_key
 from segue.runners.call_shortcut import Known, Shortcuts
@@ -30,6 +30,7 @@ from segue.runners.call_store import CallStore, Entry
 plainly_because: ContextVar[Reason | None] = ContextVar("segue_calls_run_plainly_because", default=None)
 """set while this thread is inside a wrapped call, or graphs are switched off"""
 _AUTOGRAD = "grad mode is on and a tensor requires grad: use torch.no_grad(), or inference=True"
+_WIDE_GAPS = f"the memory from an argument's first to its last element is over {MOST_SPREAD} times its own: pass a copy"
 
 
 @contextmanager
@@ -114,7 +115,11 @@ class CallDispatch:
                 return _eagerly(fitted, "the arguments do not fit their pads")
             if fitted.axes and key[2] is not None:
                 return _eagerly(Reason.ALIASED_INPUTS, "padded arguments share memory")
+            if any([s is not None and overlaps_itself(t) for s, t in zip(fitted.shapes, call.tensors, strict=True)]):
+                return _eagerly(Reason.ALIASED_INPUTS, "a padded argument overlaps itself")
             key, padded = padded_key(call, fitted), fitted
+        if call.spread and (padded is None or any([padded.shapes[i] is None for i in call.spread])):
+            return _eagerly(Reason.WIDE_GAPS, _WIDE_GAPS)
         site = self.sites.get(device) or self._open(device)
         entry = site.store.entries.get(key)
         if entry is None:

@@ -24,7 +24,7 @@ from segue.graph.audit import Audit
 from segue.graph.lease import Cut, Outputs
 from segue.graph.tree import Spec, unflatten
 from segue.observe.decision import GraphRecord, Reason
-from segue.runners.call_key import Alias, Scan, dense_strides, extent, static_strides
+from segue.runners.call_key import Alias, Scan, dense_strides, extent, layout, stride_order, without_overlap
 from segue.runners.call_padding import Padded
 
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -34,7 +34,7 @@ class StaticCall:
     """Buffers for the tensors of one key. Owns them; normal tensors, whatever the caller's modes are."""
 
     def __init__(self, scan: Scan, padded: Padded | None) -> None:
-        structure, parts, alias, device, modes = scan.key
+        structure, _, alias, device, modes = scan.key
         self.is_inference = bool(modes[0])
         self.device: torch.device = device
         places = range(len(scan.tensors))
@@ -43,19 +43,26 @@ class StaticCall:
         self.distinct = [i for i in range(len(scan.tensors)) if self.firsts[i] == i]
         self._leaves, self._places, self._structure = scan.leaves, scan.places, structure
         made: dict[int, torch.Tensor] = {}
+        self._overlapping: list[tuple[torch.Tensor, int]] = []
+        """arguments that overlap themselves: all memory that they span is copied"""
         with torch.inference_mode(False), torch.no_grad():
             for i in self.distinct:
-                shape, dtype, order = parts[scan.places[i]]
-                grown = None if padded is None else padded.shapes[i]
-                size = tuple(shape if grown is None else grown)
-                stride = static_strides(scan.tensors[i], order) if grown is None else dense_strides(size, order)
-                made[i] = torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+                live, grown = scan.tensors[i], None if padded is None else padded.shapes[i]
+                if grown is not None:
+                    size, stride = grown, dense_strides(grown, False if live.is_contiguous() else stride_order(live))
+                else:
+                    size, stride = tuple(live.shape), live.stride() if layout(live) else dense_strides(live.shape, False)
+                made[i] = torch.empty_strided(size, stride, dtype=live.dtype, device=device)
+                memory = without_overlap(made[i])
+                memory.zero_()
+                if memory is not made[i]:
+                    self._overlapping.append((memory, i))
             for i in places:  # arguments may be one tensor, or several over the same memory
                 made.setdefault(objects[i], made[self.firsts[i]].detach())
-        self.unwritable = {i for i in self.distinct if parts[scan.places[i]][2] and min(parts[scan.places[i]][2]) < 0}
         self.buffers = [made[i] for i in objects]
         self._pads = [] if padded is None else [(i, *padded.fills[i]) for i in self.distinct if padded.shapes[i] is not None]
-        self._groups = self._group([self.buffers[i] for i in self.distinct])
+        self._heads = {i: self.buffers[i] for i in self.distinct if i not in [place for _, place in self._overlapping]}
+        self._groups = _group(self._heads)
         is_whole = not self._pads and [places for _, places in self._groups] == [list(range(len(scan.tensors)))]
         self._whole = self.buffers if is_whole else None
         self._by_size: dict[Any, Any] = {}
@@ -66,11 +73,11 @@ class StaticCall:
 
     def is_like(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the live tensors lie as the buffers do, so that a pass over them tells of a pass over the buffers."""
-        return all(t.shape == b.shape and t.stride() == b.stride() for t, b in zip(tensors, self.buffers, strict=True))
+        return all(t.shape == b.shape and layout(t) == layout(b) for t, b in zip(tensors, self.buffers, strict=True))
 
     @property
     def nbytes(self) -> int:
-        return sum(self.buffers[i].nbytes for i in self.distinct)
+        return sum(self.buffers[i].untyped_storage().nbytes() for i in self.distinct)
 
     def load(self, tensors: Tensors) -> None:
         """Copies a live call in; rows beyond the live ones get their filling."""
@@ -88,25 +95,23 @@ class StaticCall:
                 tail.fill_(fill)
         for into, places in groups:
             torch._foreach_copy_(into, [tensors[i] for i in places])
+        for memory, i in self._overlapping:
+            memory.copy_(without_overlap(tensors[i]))
 
     def _fit(self, sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        heads, tails = {i: self.buffers[i] for i in self.distinct}, []
+        heads, tails = dict(self._heads), []
         with torch.inference_mode(False), torch.no_grad():
             for (i, dim, fill), real in zip(self._pads, sizes, strict=True):
                 rung = heads[i].shape[dim]
                 if real < rung:
                     tails.append((heads[i].narrow(dim, real, rung - real), fill))
                     heads[i] = heads[i].narrow(dim, 0, real)
-        return self._group([heads[i] for i in self.distinct]), tails
+        return _group(heads), tails
 
-    def _group(self, destinations: list[torch.Tensor]) -> list[tuple[list[torch.Tensor], list[int]]]:
-        groups: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
-        for place, tensor in zip(self.distinct, destinations, strict=True):
-            if tensor.numel():
-                into, places = groups.setdefault(tensor.dtype, ([], []))
-                into.append(tensor)
-                places.append(place)
-        return list(groups.values())
+    def write_back(self, index: int, live: torch.Tensor) -> None:
+        """Copies into a live tensor what its buffer holds."""
+        live = live.data if index in self.uncounted else live
+        without_overlap(live).copy_(without_overlap(self.live_part(index, live)))
 
     def live_part(self, index: int, live: torch.Tensor) -> torch.Tensor:
         """What of a buffer belongs to the live tensor."""
@@ -124,6 +129,16 @@ class StaticCall:
             return tuple(leaves), {}
         args, kwargs = unflatten(self._structure, iter(leaves))
         return args, kwargs
+
+
+def _group(destinations: dict[int, torch.Tensor]) -> list[tuple[list[torch.Tensor], list[int]]]:
+    groups: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+    for place, tensor in destinations.items():
+        if tensor.numel():
+            into, places = groups.setdefault(tensor.dtype, ([], []))
+            into.append(tensor)
+            places.append(place)
+    return list(groups.values())
 
 
 class CallGraph:
@@ -178,7 +193,7 @@ class CallGraph:
         if self.static.overlaps and (self.written or self.has_breaks):
             return Reason.ALIASED_INPUTS
         for place in self._exact:
-            if tensors[place].stride() != self.static.buffers[place].stride() or self.static.firsts[place] != place:
+            if not self.outputs.lies_alike(tensors, place):
                 return Reason.ALIASED_INPUTS
         starts, ends = self._watched
         if starts:
@@ -214,10 +229,7 @@ class CallGraph:
     def _write_back(self, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for i in places:
-                if i in self.static.unwritable:  # expanded: eager refuses to write it too
-                    continue
-                live = tensors[i].data if i in self.static.uncounted else tensors[i]
-                live.copy_(self.static.live_part(i, live))
+                self.static.write_back(i, tensors[i])
 
     def result(self, tensors: Sequence[torch.Tensor], cut: Cut | None) -> Any:
         return self.outputs.copied(tensors, cut)

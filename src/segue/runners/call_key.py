@@ -1,6 +1,6 @@
 """The key of a call: everything that decides which recording may answer it.
 
-Structure of the arguments; each tensor's shape, dtype, device and stride order; which arguments are one tensor; every
+Structure of the arguments; each tensor's shape, dtype, device and strides; which arguments are one tensor; every
 plain value by type and value; the modes that select kernels. Never an `id`: a plain value must say by itself whether it
 equals another, otherwise the call has no key and runs eagerly.
 
@@ -11,7 +11,7 @@ anything else apart with `graph.tree`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -28,11 +28,14 @@ _INEXACT = frozenset({float, complex})  # nan differs from itself, and 0.0 equal
 _BY_IDENTITY: Any = object.__eq__
 
 
+MOST_SPREAD = 8
 _SPARE_BYTES = 1 << 20
 
 
 class Scan(NamedTuple):
-    """One call taken apart. `reason` says why it has no key. `leaves` are all, `places` says which are tensors."""
+    """One call taken apart. `reason` says why it has no key. `leaves` are all, `places` says which are tensors. `spread` are
+    tensors, by number, whose elements lie so far apart that a buffer of their layout would be mostly gaps: more than
+    `MOST_SPREAD` times their bytes, and a MiB."""
 
     key: Any
     reason: Reason | None
@@ -40,6 +43,7 @@ class Scan(NamedTuple):
     tensors: list[torch.Tensor]
     places: list[int]
     structure: Any
+    spread: list[int]
 
 
 def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch.device]) -> Scan:
@@ -50,6 +54,7 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     parts: list[Any] = []
     found: list[torch.Tensor] = []
     places: list[int] = []
+    spread: list[int] = []
     device = None
     reason: Reason | None = None
     for place, leaf in enumerate(leaves):
@@ -59,10 +64,12 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
             if leaf.is_nested or leaf.layout is not _strided or leaf.is_quantized:
                 reason = Reason.UNHASHABLE_ARGUMENT
                 continue
-            if leaf.is_contiguous():
+            if leaf.is_contiguous() and leaf.dim() < 4:
                 parts.append((leaf.shape, leaf.dtype, False))
             else:
-                parts.append((leaf.shape, leaf.dtype, stride_order(leaf)))
+                parts.append((leaf.shape, leaf.dtype, layout(leaf)))
+                if extent(leaf) > MOST_SPREAD * leaf.nbytes + _SPARE_BYTES:
+                    spread.append(len(found))
             if device is None:
                 device = leaf.device
             elif device != leaf.device:
@@ -84,10 +91,10 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     if device.type not in ("cpu", "cuda"):
         reason = reason or Reason.OTHER_DEVICE
     if reason is not None:
-        return Scan(None, reason, leaves, found, places, structure)
+        return Scan(None, reason, leaves, found, places, structure, spread)
     alias = aliases(found) if len(found) > 1 else None
     key = structure, tuple(parts), alias, device, kernel_modes(device.type)
-    return Scan(key, None, leaves, found, places, structure)
+    return Scan(key, None, leaves, found, places, structure, spread)
 
 
 _strided = torch.strided
@@ -98,32 +105,53 @@ def _are_leaves(args: tuple[Any, ...]) -> bool:
     return all([type(arg) in _LEAF_KINDS for arg in args])
 
 
-def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the outermost to the innermost, each expanded one as a negative number."""
-    strides, sizes = tensor.stride(), tensor.shape
-    order = sorted(range(len(strides)), key=lambda d: (-strides[d], -sizes[d]))
-    return tuple([-1 - d if strides[d] == 0 and sizes[d] > 1 else d for d in order])
+def layout(tensor: torch.Tensor) -> Any:
+    """False where the elements lie in the ordinary order without gaps, otherwise the strides of all dimensions but single
+    ones, and of images, whose single dimensions leave that open, whether kernels take them for channels-last."""
+    strides, shape = tensor.stride(), tensor.shape
+    is_last = len(shape) in (4, 5) and 1 in shape and _is_channels_last(strides, shape)
+    if tensor.is_contiguous() and not is_last:
+        return False
+    return (*[s if n != 1 else 0 for s, n in zip(strides, shape)], is_last)
 
 
-def static_strides(tensor: torch.Tensor, order: Any) -> tuple[int, ...]:
-    """Strides of a buffer that stands for a tensor: its own, where that is possible and not wasteful, so that kernels see
-    what they see in eager; otherwise without gaps."""
-    size = tuple(tensor.shape)
-    if order is False or min(order) < 0 or extent(tensor) > 2 * tensor.nbytes + _SPARE_BYTES:
-        return dense_strides(size, order)
+def _is_channels_last(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """As torch tells it, for the formats of results (c10/core/MemoryFormat.h, torch 2.11)."""
+    least = 0
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if not shape[dim] or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * shape[dim]
+    return True
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may be one, as where a dimension is expanded."""
+    if tensor.is_contiguous():
+        return False
     inner = 1
-    for dim in reversed(order):
-        if tensor.stride(dim) < inner and size[dim] > 1:  # it overlaps itself
-            return dense_strides(size, order)
-        inner = tensor.stride(dim) * size[dim]
-    return tensor.stride()
+    for stride, size in sorted([(s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1]):
+        if stride < inner:
+            return True
+        inner += stride * (size - 1)
+    return False
 
 
-def dense_strides(size: tuple[int, ...], order: Any) -> tuple[int, ...]:
+def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be copied from and into: all memory from the first to the last element, where it overlaps itself."""
+    return tensor.as_strided((extent(tensor) // tensor.itemsize,), (1,)) if overlaps_itself(tensor) else tensor
+
+
+def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the outermost to the innermost."""
+    strides, sizes = tensor.stride(), tensor.shape
+    return tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], -sizes[d])))
+
+
+def dense_strides(size: Sequence[int], order: Any) -> tuple[int, ...]:
     """Strides of a tensor without gaps whose dimensions lie in `order`; False for the ordinary order."""
-    dims = range(len(size)) if order is False else [-1 - d if d < 0 else d for d in order]
     strides, step = [0] * len(size), 1
-    for dim in reversed(dims):
+    for dim in reversed(range(len(size)) if order is False else order):
         strides[dim] = step
         step *= max(size[dim], 1)
     return tuple(strides)

@@ -158,7 +158,11 @@ class CallRunner:
                 return self._verified(site, entry, tensors, args, kwargs, cut_rows)
             if graph.has_breaks:
                 token = plainly_because.set(Reason.CAPTURING)
-            graph.run(tensors, args, kwargs)
+            if self.options.inference and torch.is_grad_enabled():  # buffers must not require grad where arguments do
+                with torch.no_grad():
+                    graph.run(tensors, args, kwargs)
+            else:
+                graph.run(tensors, args, kwargs)
             outputs = self.options.outputs
             if outputs == "clone":
                 return graph.outputs.copied(tensors, cut_rows)
@@ -295,7 +299,8 @@ class CallRunner:
         cut_rows: Cut | None,
     ) -> Any:
         assert entry.graph is not None
-        answer, difference = verify(entry.graph, tensors, args, kwargs, lambda: self.run(*args, **kwargs), cut_rows)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.options.inference):
+            answer, difference = verify(entry.graph, tensors, args, kwargs, lambda: self.run(*args, **kwargs), cut_rows)
         entry.verified += 1
         if difference:
             site.store.drop(entry, Reason.MISMATCH)
