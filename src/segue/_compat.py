@@ -162,8 +162,7 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     except (ImportError, TypeError):
         return None
-    check: Callable[..., bool] = guards.check
-    return check
+    return guards.check  # type: ignore[no-any-return]
 
 
 # -- dicts (CPython 3.10 - 3.13) ---------------------------------------------------------------------------------------
@@ -315,12 +314,12 @@ def _leaving_modes(kind: type | None) -> Iterator[None]:
 
 
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
+_transforms, _forward_ad = torch._C._functorch.peek_interpreter_stack, torch.autograd.forward_ad
 
 
 def is_observed() -> bool:
-    """Whether somebody else's dispatch mode or functorch transform is active: a replay would pass it by."""
-    return _dispatch_modes() > 0 or _transforms() is not None
+    """Whether somebody else's dispatch mode, functorch transform or forward-mode differentiation is active."""
+    return _dispatch_modes() > 0 or _transforms() is not None or _forward_ad._current_level >= 0
 
 
 def has_function_modes() -> bool:
@@ -407,8 +406,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any], folder: Path) -> Ca
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets it to its own default
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    context = torch._guards.TracingContext.get()
-    with torch._guards.tracing(torch._guards.TracingContext(context.fake_mode)):
+    with torch._guards.tracing(torch._guards.TracingContext(torch._guards.TracingContext.get().fake_mode)):
         compiled: Any = compile_fx(graph, inputs)
     return compiled  # type: ignore[no-any-return]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import segue
-from call_support import same
+from call_support import eager_reasons, same
 from segue.device import Device
 from segue.device.operations import operation
 from segue.graph.tree import flatten
@@ -335,3 +336,97 @@ def test_running_statistics_may_be_written_between_forward_and_backward(device: 
     step(x)
     loss.backward()
     assert step.report().replays == 2
+
+
+# -- what a pass does to an argument beside its data ------------------------------------------------------------------
+
+
+def _twice(x: torch.Tensor) -> Any:
+    x.t_()
+    y = x * 2
+    x.t_()
+    return y
+
+
+CHANGED: dict[str, Body] = {
+    "t_": lambda x: x.t_() * 2,
+    "unsqueeze_": lambda x: (x.unsqueeze_(0), x * 2),
+    "requires_grad_": lambda x: (x.requires_grad_(), x.detach() * 2),
+    "resize_": lambda x: x.resize_(2, 2) * 2,
+    "as_strided_": lambda x: x.as_strided_((3, 2), (1, 3)) * 2,
+    "set_": lambda x: x.set_(torch.ones(3, device=x.device)) * 2,
+    ".data": lambda x: (setattr(x, "data", x.data.t()), x * 2),
+    ".grad": lambda x: (setattr(x, "grad", torch.ones_like(x)), x * 2)[1],
+    "an attribute": lambda x: (setattr(x, "tag", 5), x * 2)[1],
+    "a write too": lambda x: (x.add_(1), x.t_(), x * 2),
+    "apply_": lambda x: (x.apply_(lambda v: v * 2), x + 1)[1],
+    "map_": lambda x: (x.map_(x * 3, lambda a, b: a + b), x + 1)[1],
+    "nothing in the end": _twice,
+}
+
+
+@pytest.mark.parametrize("min_hits", [1, 2])
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_a_pass_does_to_an_argument_beside_its_data_is_done_at_every_call(name: str, min_hits: int) -> None:
+    step = segue.graph(CHANGED[name], min_hits=min_hits)
+    for _ in range(5):
+        ours = torch.randn(2, 3)
+        theirs = ours.clone()
+        got, expected = step(ours), CHANGED[name](theirs)
+        same(got, expected)
+        same(ours, theirs)
+        assert flags(got, ours) == flags(expected, theirs)
+        assert facts_but_places(ours) == facts_but_places(theirs)
+    assert (step.report().replays > 0) == (name == "nothing in the end"), step.report()
+
+
+def facts_but_places(t: torch.Tensor) -> Any:
+    grad = None if t.grad is None else t.grad.tolist()
+    return t.shape, t.stride(), t.storage_offset(), t.requires_grad, vars(t), grad
+
+
+def test_a_mark_that_every_argument_has_already_is_noticed() -> None:
+    step = segue.graph(CHANGED["an attribute"])
+    x = torch.randn(3)
+    for _ in range(80):
+        step(x)
+    other = torch.randn(3)
+    same(step(other), other * 2)
+    assert other.tag == 5
+
+
+@pytest.mark.parametrize("name", ["t_", "requires_grad_", "an attribute"])
+def test_a_padded_argument_that_a_pass_changes_beside_its_data_runs_eagerly(name: str) -> None:
+    step = segue.graph(CHANGED[name], pad={"x": segue.Pad(ladder=[4])})
+    for _ in range(4):
+        ours = torch.randn(3, 3)
+        theirs = ours.clone()
+        same(step(ours), CHANGED[name](theirs))
+        assert facts_but_places(ours) == facts_but_places(theirs)
+
+
+@pytest.mark.parametrize("holder", ["argument", "weight"])
+def test_forward_mode_differentiation_runs_eagerly(holder: str, device: Device) -> None:
+    layer = torch.nn.Linear(3, 3).to(device.device)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, layer.weight).tanh()
+
+    step = segue.graph(body)
+    x = torch.randn(2, 3, device=device.device)
+    for _ in range(3):
+        same(step(x), body(x))
+    with forward_ad.dual_level():
+        given = x
+        if holder == "argument":
+            given = forward_ad.make_dual(x, torch.ones_like(x))
+        else:
+            dual = forward_ad.make_dual(layer.weight.detach(), torch.ones_like(layer.weight))
+            del layer.weight
+            layer.weight = dual
+        for call in (step, segue.graph(body, min_hits=1)):
+            got, expected = forward_ad.unpack_dual(call(given)), forward_ad.unpack_dual(body(given))
+            same(got.primal, expected.primal)
+            same(got.tangent, expected.tangent)
+            assert expected.tangent is not None
+    assert eager_reasons(step)["debug"] == 1

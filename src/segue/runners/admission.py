@@ -29,7 +29,7 @@ from segue.graph.tree import flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
 from segue.runners.call_graph import CallGraph, StaticCall
-from segue.runners.call_key import Scan, is_constant
+from segue.runners.call_key import Scan, facts, is_constant
 from segue.runners.call_padding import Padded, cut
 from segue.shapes.key import ShapeKey
 
@@ -47,7 +47,9 @@ class Admission:
     operations: int = 0
 
 
-CHANGED_CONTAINER = "the call changes a container among its arguments"
+CHANGED_ARGUMENT = (
+    "the call changes an argument beyond its data: what a container holds, or a tensor's shape, flags or attributes"
+)
 
 
 class _Refused(Exception):
@@ -88,6 +90,7 @@ def admit(
     called, named = (args, kwargs) if is_live else (static.args, static.kwargs)
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
+    known = facts(inputs)
     try:
         before = HostState(Reach(origin))
     except Exception as error:  # a container of the user's that cannot be read: no error of the call's
@@ -101,6 +104,7 @@ def admit(
     static.uncounted = {i for i in written if versions[i] is not None and _version(inputs[i]) == versions[i]}
     returned = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
     _hand_over(backend.lane, output)
+    is_kept = facts(inputs) == known
     if not is_live:
         written |= {i for i in static.distinct if _differ(static.live_part(i, scan.tensors[i]), scan.tensors[i])}
         output = _from_static(output, static, scan, padded, trace, written)
@@ -108,7 +112,9 @@ def admit(
     touched: set[str] = set()
     with _refusing(admission):
         touched.update(before.changed())
-        _check(trace, static, scan, backend.lane, written, args, kwargs)
+        if not is_kept or not keeps_arguments(scan, args, kwargs):
+            raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
+        _check(trace, static, scan, backend.lane, written)
     if admission.reason is not None:
         return admission, None
     for tensor in inputs:
@@ -175,6 +181,9 @@ def _capture(
     if changed:
         graph.close()
         raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))
+    if not static.is_intact():
+        graph.close()
+        raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
     opaque = [type(leaf).__name__ for leaf in flatten(graph.recording.output)[0] if not is_constant(leaf)]
     if opaque:
         graph.close()
@@ -228,8 +237,6 @@ def _check(
     scan: Scan,
     lane: Lane,
     written: set[int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
 ) -> None:
     if trace.has_backward:
         raise _Refused(Reason.AUTOGRAD, "the result requires grad: call it under torch.no_grad(), or with inference=True")
@@ -243,8 +250,6 @@ def _check(
         raise _Refused(Reason.OTHER_DEVICE, f"the pass uses tensors on {', '.join(map(str, foreign))} and on {device}")
     if trace.draws_elsewhere:
         raise _Refused(Reason.OTHER_DEVICE, f"random numbers are drawn on another device than {device}")
-    if not keeps_arguments(scan, args, kwargs):
-        raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
 
 
 def keeps_arguments(scan: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -101,7 +101,7 @@ class CallDispatch:
         if call.reason is not None:
             return _eagerly(call.reason)
         if is_observed():
-            return _eagerly(Reason.DEBUG, "a dispatch mode or a transform of torch.func is active")
+            return _eagerly(Reason.DEBUG, "a dispatch mode, a transform of torch.func or a level of forward_ad is active")
         key, padded = call.key, None
         device = key[3]
         if _is_being_captured(device.type):

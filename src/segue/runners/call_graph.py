@@ -24,7 +24,7 @@ from segue.graph.audit import Audit
 from segue.graph.lease import Cut, Outputs
 from segue.graph.tree import Spec, unflatten
 from segue.observe.decision import GraphRecord, Reason
-from segue.runners.call_key import Alias, Scan, dense_strides, extent, layout, stride_order, without_overlap
+from segue.runners.call_key import Alias, Scan, dense_strides, extent, facts, layout, stride_order, without_overlap
 from segue.runners.call_padding import Padded
 
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -61,19 +61,25 @@ class StaticCall:
                 made.setdefault(objects[i], made[self.firsts[i]].detach())
         self.buffers = [made[i] for i in objects]
         self._pads = [] if padded is None else [(i, *padded.fills[i]) for i in self.distinct if padded.shapes[i] is not None]
-        self._heads = {i: self.buffers[i] for i in self.distinct if i not in [place for _, place in self._overlapping]}
+        self._own = {i: made[i].detach() for i in self.distinct}  # the pass may turn or mark what it is given
+        self._heads = {i: t for i, t in self._own.items() if i not in [place for _, place in self._overlapping]}
         self._groups = _group(self._heads)
         is_whole = not self._pads and [places for _, places in self._groups] == [list(range(len(scan.tensors)))]
         self._whole = self.buffers if is_whole else None
         self._by_size: dict[Any, Any] = {}
         self.uncounted: set[int] = set()
         """tensors that the pass writes without raising their versions (through `.data`, by batch norm)"""
+        self._facts = facts(self.buffers)
         self.args, self.kwargs = self._arguments()
         self._leaves = None
 
     def is_like(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the live tensors lie as the buffers do, so that a pass over them tells of a pass over the buffers."""
         return all(t.shape == b.shape and layout(t) == layout(b) for t, b in zip(tensors, self.buffers, strict=True))
+
+    def is_intact(self) -> bool:
+        """Whether the buffers are what they were but for their data."""
+        return facts(self.buffers) == self._facts
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +121,7 @@ class StaticCall:
 
     def live_part(self, index: int, live: torch.Tensor) -> torch.Tensor:
         """What of a buffer belongs to the live tensor."""
-        part = self.buffers[index]
+        part = self._own[self.firsts[index]]
         for dim, size in enumerate(live.shape):
             if part.shape[dim] != size:
                 part = part.narrow(dim, 0, size)

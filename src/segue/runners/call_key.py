@@ -32,6 +32,9 @@ MOST_SPREAD = 8
 _SPARE_BYTES = 1 << 20
 
 
+_COMPILERS = ("_dynamo", "_has_dynamo")
+
+
 class Scan(NamedTuple):
     """One call taken apart. `reason` says why it has no key. `leaves` are all, `places` says which are tensors. `spread` are
     tensors, by number, whose elements lie so far apart that a buffer of their layout would be mostly gaps: more than
@@ -155,6 +158,18 @@ def dense_strides(size: Sequence[int], order: Any) -> tuple[int, ...]:
         strides[dim] = step
         step *= max(size[dim], 1)
     return tuple(strides)
+
+
+def facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """What of tensors is not data, and a replay would leave as it is."""
+    return [
+        (
+            (t.data_ptr(), t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg(), t.requires_grad),
+            None if t.grad_fn is not None else id(t.grad),
+            [(name, id(value)) for name, value in vars(t).items() if not name.startswith(_COMPILERS)],
+        )
+        for t in tensors
+    ]
 
 
 class Alias(NamedTuple):

@@ -25,11 +25,11 @@ from segue.graph import Call, calling, eager_on_graph
 from segue.graph.guard import CaptureInterrupted, interruption, is_lent
 from segue.graph.lease import Cut, Lease
 from segue.observe.decision import Reason
-from segue.runners.admission import CHANGED_CONTAINER, Admission, admit, keeps_arguments
+from segue.runners.admission import CHANGED_ARGUMENT, Admission, admit, keeps_arguments
 from segue.runners.background import Background
 from segue.runners.call_dispatch import CallDispatch, Site, plainly_because
 from segue.runners.call_graph import Tensors
-from segue.runners.call_key import Scan
+from segue.runners.call_key import Scan, facts
 from segue.runners.call_padding import Padded, cut
 from segue.runners.call_store import Entry
 from segue.runners.verification import unverifiable, verify
@@ -203,9 +203,10 @@ class CallRunner:
             if admission is None:  # another thread recorded it
                 return self.call(args, kwargs)
             return self._answer(admission.output)
+        is_first, known = not entry.seen, [] if entry.seen else facts(call.tensors)
         result = self._plain(reason, detail, args, kwargs)
-        if not entry.seen and not keeps_arguments(call, args, kwargs):
-            entry.refuse(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
+        if is_first and not (keeps_arguments(call, args, kwargs) and facts(call.tensors) == known):
+            entry.refuse(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
         entry.seen += 1
         return result
 
