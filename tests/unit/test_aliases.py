@@ -57,7 +57,8 @@ def check(body: Body, make: Callable[[], tuple[torch.Tensor, ...]], held: tuple[
         for a, b in zip(flatten(got)[0], flatten(expected)[0], strict=True):
             can_write = isinstance(b, torch.Tensor) and not b.is_inference() and 0 not in b.stride()
             if can_write and not any(b.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in held):
-                a.mul_(2), b.mul_(2)
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not b.requires_grad):
+                    a.mul_(2), b.mul_(2)
         same(ours, theirs)
     assert step.report().replays >= 2, step.report()
     return step
@@ -108,14 +109,48 @@ VIEWS: dict[str, Body] = {
     "expanded": lambda x: x[:1].expand(5, 3),
     "requiring grad": lambda x: x.detach().requires_grad_(),
     "empty": lambda x: x[:0],
+    "what needs no copy": lambda x: (x.contiguous(), x.to(x.dtype), x.real, x.reshape(x.shape), x.flatten(0)),
     "all": lambda x: [x, x.detach(), x.t(), x],
 }
 
 
+MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_of_an_argument_is_a_new_object_with_eagers_flags(name: str, requires_grad: bool, device: Device) -> None:
-    check(VIEWS[name], lambda: (torch.randn(2, 3, device=device.device).requires_grad_(requires_grad),))
+def test_a_view_of_an_argument_is_a_new_object_with_eagers_flags(
+    name: str, requires_grad: bool, mode: str, device: Device
+) -> None:
+    if not (requires_grad and mode == "grad"):
+        with MODES[mode]():
+            check(VIEWS[name], lambda: (torch.randn(2, 3, device=device.device).requires_grad_(requires_grad),))
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_without_grad_inside_alone_views_are_what_they_are_in_eager(name: str, outputs: Any, device: Device) -> None:
+    step = segue.graph(VIEWS[name], inference=True, outputs=outputs)
+    eager = torch.no_grad()(VIEWS[name])
+    with torch.enable_grad():
+        for _ in range(4):
+            x = torch.randn(2, 3, device=device.device, requires_grad=True)
+            got, expected = step(x), eager(x)
+            got = got.value if outputs == "view" else got
+            same(got, expected)
+            assert flags(got, x) == flags(expected, x)
+    assert step.report().replays
+
+
+def test_a_returned_view_may_be_written_with_grad_mode_on(device: Device) -> None:
+    step = segue.graph(lambda x: x[:])
+    weight = torch.ones(3, device=device.device, requires_grad=True)
+    with torch.enable_grad():
+        for _ in range(4):
+            got = step(torch.randn(3, device=device.device))
+            got.mul_(weight)
+            assert got.requires_grad
 
 
 def test_an_empty_argument_comes_back_as_itself(device: Device) -> None:

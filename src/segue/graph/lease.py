@@ -197,6 +197,9 @@ class Outputs:
                 results.append(_another(kind.tensor))
             else:
                 results.append(leaf if cut is None or kind is None else cut(leaf))
+        for index in self._trained:
+            if isinstance(self._kinds[index], (_Input, _Alias)):
+                results[index].requires_grad_()
         return unflatten(self._spec, iter(results))
 
     def lies_alike(self, live: Sequence[torch.Tensor], index: int) -> bool:
@@ -285,11 +288,9 @@ def _of_live(kind: _Same | _Input, live: Sequence[torch.Tensor]) -> torch.Tensor
     tensor = live[kind.argument]
     if isinstance(kind, _Same):
         return tensor
-    with torch.no_grad():
-        return kind.place.of(tensor.detach() if kind.is_detached else tensor)
+    return kind.place.of(tensor.detach() if kind.is_detached else tensor)
 
 
 def _another(tensor: torch.Tensor) -> torch.Tensor:
     """A new tensor that is to its base what `tensor` is: a view of it requires grad where it does."""
-    with torch.no_grad():
-        return torch.ops.aten.alias.default(tensor) if tensor._is_view() else tensor.detach()
+    return torch.ops.aten.alias.default(tensor) if tensor._is_view() else tensor.detach()

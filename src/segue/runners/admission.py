@@ -274,7 +274,8 @@ def _from_static(output: Any, static: StaticCall, scan: Scan, padded: Padded | N
     leaves = flatten(output)[0]
     returned = [as_returned(leaf, is_own=not _is_outside(leaf, trace)) for leaf in leaves]
     outputs = Outputs(output, returned, leaves, static.buffers, outside, is_inference=static.is_inference)
-    return outputs.copied(scan.tensors, None if padded is None else functools.partial(cut, axes=padded.axes))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not any([t.requires_grad for t in scan.tensors])):
+        return outputs.copied(scan.tensors, None if padded is None else functools.partial(cut, axes=padded.axes))
 
 
 def _is_outside(leaf: Any, trace: Trace) -> bool:

@@ -237,8 +237,12 @@ class CallGraph:
             for i in places:
                 self.static.write_back(i, tensors[i])
 
-    def result(self, tensors: Sequence[torch.Tensor], cut: Cut | None) -> Any:
-        return self.outputs.copied(tensors, cut)
+    def answer(
+        self, tensors: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut | None, *, is_view: bool = False
+    ) -> Any:
+        """A replay's output: the caller's own, or with `is_view` static memory."""
+        self.run(tensors, args, kwargs)
+        return self.outputs.viewed(tensors, cut) if is_view else self.outputs.copied(tensors, cut)
 
     def close(self) -> None:
         self.graph.close()

@@ -158,19 +158,18 @@ class CallRunner:
                 return self._verified(site, entry, tensors, args, kwargs, cut_rows)
             if graph.has_breaks:
                 token = plainly_because.set(Reason.CAPTURING)
-            if self.options.inference and torch.is_grad_enabled():  # buffers must not require grad where arguments do
-                with torch.no_grad():
-                    graph.run(tensors, args, kwargs)
-            else:
-                graph.run(tensors, args, kwargs)
             outputs = self.options.outputs
+            if self.options.inference and torch.is_grad_enabled():  # as the pass itself
+                with torch.no_grad():
+                    result = graph.answer(tensors, args, kwargs, cut_rows, is_view=outputs != "clone")
+            else:
+                result = graph.answer(tensors, args, kwargs, cut_rows, is_view=outputs != "clone")
             if outputs == "clone":
-                return graph.outputs.copied(tensors, cut_rows)
-            view = graph.outputs.viewed(tensors, cut_rows)
+                return result
             if outputs == "view":
                 generation = lane.generation
-                return Lease(view, lambda: lane.generation == generation, site.readers.append)
-            return outputs(view)
+                return Lease(result, lambda: lane.generation == generation, site.readers.append)
+            return outputs(result)
         finally:
             if token is not None:
                 plainly_because.reset(token)

@@ -46,8 +46,8 @@ def verify(
     saved = [t.clone() for t in state]
     device = graph.static.device
     generators = generator_states(device)
-    graph.run(tensors, args, kwargs)
-    replayed = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(graph.result(tensors, cut))[0]]
+    result = graph.answer(tensors, args, kwargs, cut)
+    replayed = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(result)[0]]
     after = [t.clone() for t in state]
     with torch.no_grad():
         for tensor, value in zip(state, saved, strict=True):
