@@ -3,6 +3,7 @@ what is written into the memory under them, and what is refused."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -228,3 +229,32 @@ def test_a_view_of_the_last_row_of_ever_longer_arguments_is_one(view: Callable[.
         got.add_(1)
         same(got, view(x))
     assert step.report().replays == 3
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "channels last"])
+def test_batch_norm_answers_whatever_the_layout(kind: str, is_training: bool, device: Device) -> None:
+    layer = torch.nn.BatchNorm2d(4).to(device.device).train(is_training)
+    eager = copy.deepcopy(layer)
+    step = segue.graph(layer, inference=True)
+    for _ in range(4):
+        x = torch.randn(3, 4, 5, 5, device=device.device)
+        x = {
+            "transposed": x.transpose(2, 3),
+            "expanded": x[..., :1].expand(3, 4, 5, 5),
+            "channels last": x.contiguous(memory_format=torch.channels_last),
+        }[kind]
+        same(step(x), eager(x))
+        same(layer.state_dict(), eager.state_dict())
+    assert step.report().replays == 2
+
+
+def test_a_break_that_is_given_one_tensor_twice_sees_one(device: Device) -> None:
+    @segue.eager_on_graph
+    def cut(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x is y else x + 2
+
+    step = segue.graph(lambda x: cut(x * 2, x) + cut(x, x))
+    for _ in range(4):
+        x = torch.randn(3, device=device.device)
+        same(step(x), (x * 2 + 2) + (x + 1))

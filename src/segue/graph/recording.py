@@ -327,7 +327,8 @@ class Recorder:
         self._num_breaks += 1
         assert self._session is not None
         with self._session.unrecorded():
-            kept = [self._keep(leaf) for leaf in leaves]
+            once = {id(leaf): self._keep(leaf) for leaf in leaves}  # one tensor stays one
+        kept = [once[id(leaf)] for leaf in leaves]
         self._end_segment(note.streams)
         self._session.begin()
         for stream in note.streams:
