@@ -27,10 +27,11 @@ def _no_grad() -> Iterator[None]:
 
 
 def flags(result: Any, *known: torch.Tensor) -> list[Any]:
-    """Of each tensor of a result all that can be asked of it, and which of the `known` tensors it is."""
+    """Of each tensor of a result all that can be asked of it, and which of the `known` tensors and the results it is."""
+    leaves = flatten(result)[0]
     return [
         (
-            [leaf is t for t in known],
+            [leaf is t for t in (*known, *leaves)],
             leaf.stride(),
             leaf.requires_grad,
             leaf.is_inference(),
@@ -38,7 +39,7 @@ def flags(result: Any, *known: torch.Tensor) -> list[Any]:
             leaf.is_neg(),
             [leaf.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in known],
         )
-        for leaf in flatten(result)[0]
+        for leaf in leaves
         if isinstance(leaf, torch.Tensor)
     ]
 
@@ -204,6 +205,9 @@ FRESH: dict[str, Body] = {
     "a view in inference mode": torch.inference_mode()(lambda x: (x * 2)[:, ::2]),
     "a gap": lambda x: (x * 2)[:, ::2],
     "expanded": lambda x: (x.sum()).expand(4),
+    "one twice, and its views": lambda x: (lambda y: (y, y, y[:], y.detach(), y.t(), y))(x * 2),
+    "a view twice": lambda x: (lambda y, z: (y, z, y))((x * 2).t(), x[:, 0]),
+    "a view of an argument twice": lambda x: (lambda y: (y, y, x))(x.t()),
 }
 
 

@@ -85,17 +85,30 @@ def copy_to(target: Any) -> Callable[[Any], Any]:
 
 
 class Returned(NamedTuple):
-    """A leaf of an output as the pass returned it. `tensor` is that object, where its memory is not the recording's own."""
+    """A leaf of an output as the pass returned it. `tensor` is that object, where its memory is not the recording's own;
+    `first` is the first leaf that is the same object."""
 
     tensor: torch.Tensor | None
+    first: int
     requires_grad: bool
     is_inference: bool
 
 
-def as_returned(leaf: Any, *, is_own: bool) -> Returned:
-    if not isinstance(leaf, torch.Tensor):
-        return Returned(None, False, False)
-    return Returned(None if is_own else leaf, leaf.requires_grad, leaf.is_inference())
+def as_returned(leaves: Sequence[Any], is_outside: Callable[[torch.Tensor], bool]) -> list[Returned]:
+    notes, seen = [], dict[int, int]()
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            first = seen.setdefault(id(leaf), index)
+            notes.append(Returned(leaf if is_outside(leaf) else None, first, leaf.requires_grad, leaf.is_inference()))
+        else:
+            notes.append(Returned(None, index, False, False))
+    return notes
+
+
+class _Repeated(NamedTuple):
+    """The same object as an earlier result."""
+
+    first: int
 
 
 class _Input(NamedTuple):
@@ -150,7 +163,9 @@ class Outputs:
             shown = leaf if note.tensor is None else note.tensor
             is_empty = note.tensor is None and not _has_memory(leaf)
             handle = None if is_empty or shown.layout is not torch.strided else storage_handle(shown)
-            if note.tensor is not None and id(note.tensor) in objects:
+            if note.first != index:
+                self._kinds.append(_Repeated(note.first))
+            elif note.tensor is not None and id(note.tensor) in objects:
                 self._kinds.append(_Same(objects[id(note.tensor)]))
             elif handle in places:
                 self._kinds.append(_input(shown, places[handle], inputs))
@@ -195,6 +210,8 @@ class Outputs:
                 results.append(_of_live(kind, live))
             elif isinstance(kind, _Alias):
                 results.append(_another(kind.tensor))
+            elif isinstance(kind, _Repeated):
+                results.append(results[kind.first])
             else:
                 results.append(leaf if cut is None or kind is None else cut(leaf))
         for index in self._trained:
@@ -211,7 +228,6 @@ class Outputs:
 
     def _copies(self, live: Sequence[torch.Tensor], cut: Cut | None) -> list[Any]:
         bases = [base.clone() for base in self._groups]
-        made: dict[Any, Any] = {}
         results: list[Any] = []
         for leaf, kind in zip(self._leaves, self._kinds, strict=True):
             if kind is torch.clone:
@@ -219,10 +235,10 @@ class Outputs:
             elif kind is None:
                 results.append(leaf)
             elif isinstance(kind, _Member):
-                if kind not in made:
-                    view = kind.place.of(bases[kind.group])
-                    made[kind] = view if cut is None else cut(view)
-                results.append(made[kind])
+                view = kind.place.of(bases[kind.group])
+                results.append(view if cut is None else cut(view))
+            elif isinstance(kind, _Repeated):
+                results.append(results[kind.first])
             elif isinstance(kind, _Alias):
                 results.append(_another(kind.tensor))
             elif isinstance(kind, _Same) or (cut is None and self.lies_alike(live, kind.argument)):
@@ -266,7 +282,7 @@ def _has_memory(leaf: Any) -> bool:
 
 def _is_made(kind: Any) -> bool:
     """Whether a result is a new tensor at every call."""
-    return kind is not None and not isinstance(kind, _Same)
+    return kind is not None and not isinstance(kind, (_Same, _Repeated))
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -50,14 +50,12 @@ class Ownership:
         self.owned[storage_handle(tensor)] = kept
         return kept
 
-    def is_outside(self, leaf: Any) -> bool:
-        """Whether what was kept is a tensor whose memory is not the pool's."""
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return isinstance(leaf, torch.Tensor)
-        if leaf.numel():
-            return storage_handle(leaf) in self.owned
-        start = data_address(leaf) - int(leaf.storage_offset()) * leaf.itemsize
-        return not leaf.untyped_storage().nbytes() or start not in _Ranges(self._pool.state().segments)
+    def is_outside(self, kept: torch.Tensor) -> bool:
+        """Whether the memory of a tensor that was kept is not the pool's."""
+        if kept.layout is not torch.strided or kept.numel():
+            return kept.layout is not torch.strided or storage_handle(kept) in self.owned
+        start = data_address(kept) - int(kept.storage_offset()) * kept.itemsize
+        return not kept.untyped_storage().nbytes() or start not in _Ranges(self._pool.state().segments)
 
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory is a block of the pool allocated since this object was made. What the trace met as an outside

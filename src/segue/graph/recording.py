@@ -257,7 +257,7 @@ class Recorder:
         leaves, spec = flatten(output)
         del output
         kept = [self._keep(leaf) for leaf in leaves]
-        returned = [as_returned(leaf, is_own=not self._ownership.is_outside(leaf)) for leaf in leaves]
+        returned = as_returned(leaves, self._ownership.is_outside)
         if self._watch is not None:
             self._watch.outside.note_read(leaves)  # an outside tensor may be returned without any operation
         del leaves

@@ -272,14 +272,10 @@ def _from_static(output: Any, static: StaticCall, scan: Scan, padded: Padded | N
             static.write_back(i, scan.tensors[i])
     outside = {h: t for h, t in trace.externals.items() if h not in {storage_handle(b) for b in static.buffers}}
     leaves = flatten(output)[0]
-    returned = [as_returned(leaf, is_own=not _is_outside(leaf, trace)) for leaf in leaves]
+    returned = as_returned(leaves, lambda leaf: _is_strided(leaf) and storage_handle(leaf) in trace.externals)
     outputs = Outputs(output, returned, leaves, static.buffers, outside, is_inference=static.is_inference)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not any([t.requires_grad for t in scan.tensors])):
         return outputs.copied(scan.tensors, None if padded is None else functools.partial(cut, axes=padded.axes))
-
-
-def _is_outside(leaf: Any, trace: Trace) -> bool:
-    return isinstance(leaf, torch.Tensor) and _is_strided(leaf) and storage_handle(leaf) in trace.externals
 
 
 def _is_written(tensor: torch.Tensor, version: int | None, trace: Trace) -> bool:
