@@ -258,3 +258,39 @@ def test_a_break_that_is_given_one_tensor_twice_sees_one(device: Device) -> None
     for _ in range(4):
         x = torch.randn(3, device=device.device)
         same(step(x), (x * 2 + 2) + (x + 1))
+
+
+@pytest.mark.parametrize("layout", ["rows apart", "expanded with gaps", "windows", "transposed"])
+def test_what_lies_between_the_elements_of_an_argument_is_seen_as_in_eager(layout: str, device: Device) -> None:
+    def body(x: torch.Tensor) -> Any:
+        between = x.as_strided((8,), (1,))
+        between.mul_(2)
+        return between + 1, x + 0
+
+    step = segue.graph(body)
+    check(step, body, [LAYOUTS[layout]] * 4, device)
+    assert (step.report().replays > 0) == (layout in ("windows", "transposed"))
+
+
+def test_a_place_in_the_storage_of_an_argument_is_found_as_in_eager(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x.as_strided((2,), (1,), 17) + 1
+
+    check(segue.graph(body), body, [LAYOUTS["ordinary"]] * 4, device)
+
+
+def test_what_lies_between_the_elements_of_an_expanded_argument_is_left_alone(device: Device) -> None:
+    @segue.eager_on_graph
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        base[1::3] += 1
+        return x * 2
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        x.fill_(3.0)
+        return cut(x)
+
+    base = torch.zeros(12, device=device.device)
+    step = segue.graph(body)
+    for call in range(1, 5):
+        same(step(base.as_strided((4, 4), (0, 3))), torch.full((4, 4), 6.0, device=device.device))
+        same(base.view(4, 3), torch.tensor([3.0, call, 0.0], device=device.device).expand(4, 3))

@@ -108,10 +108,15 @@ class OutsideAccess:
         self.written: dict[int, torch.Tensor] = {}
         self.counted: dict[int, torch.Tensor] = {}
         """by object, whose version counters the writes raise: not all do"""
+        self.restrided: dict[int, bool] = {}
+        """storages of which `as_strided` made views, and whether one named its place in the storage"""
         self._made: dict[int, Any] = {}
 
     def note(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.note_read((*args, *kwargs.values()) if kwargs else args)
+        if op.name == "aten.as_strided.default":
+            handle, names_place = storage_handle(args[0]), len(args) > 3 and args[3] is not None
+            self.restrided[handle] = names_place or self.restrided.get(handle, False)
         if op.may_write:
             for tensor in op.written(args, kwargs):
                 if tensor.layout is torch.strided and storage_handle(tensor) in self.externals:

@@ -115,6 +115,8 @@ class Recording:
         self.written: dict[int, torch.Tensor] = {}
         self.counted: list[torch.Tensor] = []
         """the outside tensors whose versions a replay must raise, as eager does"""
+        self.restrided: dict[int, bool] = {}
+        """storages of which `as_strided` made views, and whether one named its place in the storage"""
         self.returned: list[Returned] = []
         """of each leaf of the output, how the pass returned it"""
         self.unseen: list[str] = []
@@ -268,6 +270,7 @@ class Recorder:
         recording.returned = returned
         if self._watch is not None:
             recording.counted = list(self._watch.outside.counted.values())
+            recording.restrided = self._watch.outside.restrided
         recording.unseen = list(dict.fromkeys(session.unseen))
         return recording
 

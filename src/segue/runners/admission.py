@@ -184,6 +184,12 @@ def _capture(
     if not static.is_intact():
         graph.close()
         raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
+    handles = {storage_handle(b) for b in static.buffers}
+    if any(h in static.with_gaps or (at and h in handles) for h, at in graph.recording.restrided.items()):
+        graph.close()
+        raise _Refused(
+            Reason.ALIASED_INPUTS, "as_strided looks around an argument: pass all that it reads, without an offset"
+        )
     opaque = [type(leaf).__name__ for leaf in flatten(graph.recording.output)[0] if not is_constant(leaf)]
     if opaque:
         graph.close()

@@ -44,7 +44,9 @@ class StaticCall:
         self._leaves, self._places, self._structure = scan.leaves, scan.places, structure
         made: dict[int, torch.Tensor] = {}
         self._overlapping: list[tuple[torch.Tensor, int]] = []
-        """arguments that overlap themselves: all memory that they span is copied"""
+        """arguments that overlap themselves, and what is copied of them"""
+        self.with_gaps: set[int] = set()
+        """storages of buffers with gaps, where nothing is copied"""
         with torch.inference_mode(False), torch.no_grad():
             for i in self.distinct:
                 live, grown = scan.tensors[i], None if padded is None else padded.shapes[i]
@@ -55,6 +57,8 @@ class StaticCall:
                 made[i] = torch.empty_strided(size, stride, dtype=live.dtype, device=device)
                 memory = without_overlap(made[i])
                 memory.zero_()
+                if memory.nbytes < extent(made[i]):
+                    self.with_gaps.add(storage_handle(made[i]))
                 if memory is not made[i]:
                     self._overlapping.append((memory, i))
             for i in places:  # arguments may be one tensor, or several over the same memory

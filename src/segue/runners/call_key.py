@@ -141,8 +141,13 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that can be copied from and into: all memory from the first to the last element, where it overlaps itself."""
-    return tensor.as_strided((extent(tensor) // tensor.itemsize,), (1,)) if overlaps_itself(tensor) else tensor
+    """A tensor over the same elements that can be copied from and into: without the expanded dimensions, and where that is
+    not enough, all memory from the first to the last element."""
+    if not overlaps_itself(tensor):
+        return tensor
+    shape, strides = zip(*[(n, s) for n, s in zip(tensor.shape, tensor.stride()) if s]) if any(tensor.stride()) else ((), ())
+    once = tensor.as_strided(shape, strides)
+    return tensor.as_strided((extent(tensor) // tensor.itemsize,), (1,)) if overlaps_itself(once) else once
 
 
 def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
