@@ -40,7 +40,7 @@ class StaticCall:
         places = range(len(scan.tensors))
         found: Alias = alias or Alias(tuple(places), tuple(places), False)
         self.firsts, objects, self.overlaps = found
-        self.distinct = [i for i in range(len(scan.tensors)) if self.firsts[i] == i]
+        self.distinct = [i for i in places if self.firsts[i] == i]
         self._leaves, self._places, self._structure = scan.leaves, scan.places, structure
         made: dict[int, torch.Tensor] = {}
         self._overlapping: list[tuple[torch.Tensor, int]] = []
@@ -49,12 +49,7 @@ class StaticCall:
         """storages of buffers with gaps, where nothing is copied"""
         with torch.inference_mode(False), torch.no_grad():
             for i in self.distinct:
-                live, grown = scan.tensors[i], None if padded is None else padded.shapes[i]
-                if grown is not None:
-                    size, stride = grown, dense_strides(grown, False if live.is_contiguous() else stride_order(live))
-                else:
-                    size, stride = tuple(live.shape), live.stride() if layout(live) else dense_strides(live.shape, False)
-                made[i] = torch.empty_strided(size, stride, dtype=live.dtype, device=device)
+                made[i] = _buffer(scan.tensors[i], None if padded is None else padded.shapes[i])
                 memory = without_overlap(made[i])
                 memory.zero_()
                 if memory.nbytes < extent(made[i]):
@@ -139,6 +134,15 @@ class StaticCall:
             return tuple(leaves), {}
         args, kwargs = unflatten(self._structure, iter(leaves))
         return args, kwargs
+
+
+def _buffer(live: torch.Tensor, grown: tuple[int, ...] | None) -> torch.Tensor:
+    """Memory that lies as a live tensor does, or, where that is padded, as it would without gaps."""
+    if grown is not None:
+        size, stride = grown, dense_strides(grown, False if live.is_contiguous() else stride_order(live))
+    else:
+        size, stride = tuple(live.shape), live.stride() if layout(live) else dense_strides(live.shape, False)
+    return torch.empty_strided(size, stride, dtype=live.dtype, device=live.device)
 
 
 def _group(destinations: dict[int, torch.Tensor]) -> list[tuple[list[torch.Tensor], list[int]]]:
