@@ -294,3 +294,14 @@ def test_what_lies_between_the_elements_of_an_expanded_argument_is_left_alone(de
     for call in range(1, 5):
         same(step(base.as_strided((4, 4), (0, 3))), torch.full((4, 4), 6.0, device=device.device))
         same(base.view(4, 3), torch.tensor([3.0, call, 0.0], device=device.device).expand(4, 3))
+
+
+def test_a_pass_that_catches_what_an_operation_raises_is_answered_as_in_eager(device: Device) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        try:
+            x.mul_(2)
+        except RuntimeError:
+            return x + 1
+        return x * 3
+
+    check(segue.graph(body), body, [LAYOUTS[name] for name in ("expanded rows", "ordinary") for _ in range(4)], device)

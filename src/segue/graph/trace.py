@@ -204,7 +204,12 @@ class _TraceMode(OperationMode):
             self._note_stream()
         outs = [geometry(t) for t in op.declared(args, kwargs)] if op.has_out else None
         key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
-        result = self._drawing(op, args, kwargs) if op.is_random and not trace.draws_random else op.overload(*args, **kwargs)
+        try:
+            result = self._run(op, args, kwargs)
+        except Exception as error:
+            if self._device.traces_shapes:  # where nothing runs in a capture, it would not be raised there
+                trace.refusal = trace.refusal or _caught(op, error, location)
+            raise
         if op.is_random and any(t.device != self._device.device for t in tensors(result)):
             trace.draws_elsewhere = True
         if op.returns_fresh and is_strided(result):
@@ -253,6 +258,10 @@ class _TraceMode(OperationMode):
         if stream != self._main:
             self._side[stream] = None
 
+    def _run(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        may_draw = op.is_random and not self._trace.draws_random
+        return self._drawing(op, args, kwargs) if may_draw else op.overload(*args, **kwargs)
+
     def _drawing(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tag covers operations that may draw; whether this call drew shows in the generator."""
         generator = kwargs.get("generator") or _default_generator(self._device)
@@ -299,6 +308,15 @@ class _TraceHandler:
         changed = _changed_argument(spec, leaves, args, kwargs)
         self._trace.breaks.append(BreakNote(mark, spec, scalars, output, location, streams, tuple(joins), changed))
         return unflatten(result_spec, iter(results))
+
+
+def _caught(op: Operation, error: Exception, location: Location | None) -> CaptureError:
+    return CaptureError(
+        f"{op.name} raised {type(error).__name__}, which the pass caught ({describe_line(location)}): in a recording on the "
+        "cpu device nothing runs, so nothing is raised either",
+        operation=op.name,
+        location=describe_line(location),
+    )
 
 
 def _refusal(mark: Mark, location: Location | None, leaves: tuple[Any, ...]) -> CaptureError | None:
