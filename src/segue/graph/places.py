@@ -27,6 +27,7 @@ class Place(NamedTuple):
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """The view, from the first element of `memory` on, whatever the strides of that."""
         dtype, size, stride, offset, is_conj, is_neg = self
+        memory = lazily(memory, memory.is_conj(), memory.is_neg())  # twice is not at all
         if memory.dtype != dtype:  # torch views as another dtype what has no gaps
             first, last = offset // memory.itemsize, -(-(offset + extent_bytes(dtype, size, stride)) // memory.itemsize)
             offset -= first * memory.itemsize
