@@ -21,7 +21,7 @@ from segue.backends.base import RecordingBackend
 from segue.device import get_device
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
-from segue.runners.call_key import MOST_SPREAD, Scan, overlaps_itself, scan
+from segue.runners.call_key import MOST_SPREAD, Scan, is_spread, overlaps_itself, scan
 from segue.runners.call_options import Options
 from segue.runners.call_padding import Padded, Padding, padded_key, shape_key
 from segue.runners.call_shortcut import Known, Shortcuts
@@ -118,11 +118,11 @@ class CallDispatch:
             if any([s is not None and overlaps_itself(t) for s, t in zip(fitted.shapes, call.tensors, strict=True)]):
                 return _eagerly(Reason.ALIASED_INPUTS, "a padded argument overlaps itself")
             key, padded = padded_key(call, fitted), fitted
-        if call.spread and (padded is None or any([padded.shapes[i] is None for i in call.spread])):
-            return _eagerly(Reason.WIDE_GAPS, _WIDE_GAPS)
         site = self.sites.get(device) or self._open(device)
         entry = site.store.entries.get(key)
         if entry is None:
+            if any([is_spread(t) for i, t in enumerate(call.tensors) if padded is None or padded.shapes[i] is None]):
+                return _eagerly(Reason.WIDE_GAPS, _WIDE_GAPS)
             entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries))))
         if has_grad and entry.graph is None and self._has_trained_parameters():
             return _eagerly(Reason.AUTOGRAD, _AUTOGRAD)

@@ -36,9 +36,7 @@ _COMPILERS = ("_dynamo", "_has_dynamo")
 
 
 class Scan(NamedTuple):
-    """One call taken apart. `reason` says why it has no key. `leaves` are all, `places` says which are tensors. `spread` are
-    tensors, by number, whose elements lie so far apart that a buffer of their layout would be mostly gaps: more than
-    `MOST_SPREAD` times their bytes, and a MiB."""
+    """One call taken apart. `reason` says why it has no key. `leaves` are all, `places` says which are tensors."""
 
     key: Any
     reason: Reason | None
@@ -46,7 +44,6 @@ class Scan(NamedTuple):
     tensors: list[torch.Tensor]
     places: list[int]
     structure: Any
-    spread: list[int]
 
 
 def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch.device]) -> Scan:
@@ -57,7 +54,6 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     parts: list[Any] = []
     found: list[torch.Tensor] = []
     places: list[int] = []
-    spread: list[int] = []
     device = None
     reason: Reason | None = None
     for place, leaf in enumerate(leaves):
@@ -67,12 +63,10 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
             if leaf.is_nested or leaf.layout is not _strided or leaf.is_quantized:
                 reason = Reason.UNHASHABLE_ARGUMENT
                 continue
-            if leaf.is_contiguous() and leaf.dim() < 4:
+            if leaf.is_contiguous() and (leaf.dim() < 4 or 1 not in leaf.shape):
                 parts.append((leaf.shape, leaf.dtype, False))
             else:
                 parts.append((leaf.shape, leaf.dtype, layout(leaf)))
-                if extent(leaf) > MOST_SPREAD * leaf.nbytes + _SPARE_BYTES:
-                    spread.append(len(found))
             if device is None:
                 device = leaf.device
             elif device != leaf.device:
@@ -94,10 +88,10 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     if device.type not in ("cpu", "cuda"):
         reason = reason or Reason.OTHER_DEVICE
     if reason is not None:
-        return Scan(None, reason, leaves, found, places, structure, spread)
+        return Scan(None, reason, leaves, found, places, structure)
     alias = aliases(found) if len(found) > 1 else None
     key = structure, tuple(parts), alias, device, kernel_modes(device.type)
-    return Scan(key, None, leaves, found, places, structure, spread)
+    return Scan(key, None, leaves, found, places, structure)
 
 
 _strided = torch.strided
@@ -138,6 +132,11 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
             return True
         inner += stride * (size - 1)
     return False
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether a buffer of the tensor's layout would be mostly gaps, and more than a MiB."""
+    return extent(tensor) > MOST_SPREAD * tensor.nbytes + _SPARE_BYTES
 
 
 def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
