@@ -36,8 +36,7 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 
 def data_address(tensor: torch.Tensor) -> int:
     """The address of the first element, read without asking for write access."""
-    start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return start + int(tensor.storage_offset()) * tensor.itemsize
+    return int(torch._C._data_address(tensor) + tensor.storage_offset() * tensor.itemsize)  # type: ignore[attr-defined]
 
 
 def storage_handle(tensor: torch.Tensor) -> int:
@@ -47,15 +46,15 @@ def storage_handle(tensor: torch.Tensor) -> int:
 
 def storage_owners(tensor: torch.Tensor) -> int:
     """How many C++ references the storage has, less the one that asking takes."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def storage_bytes(tensor: torch.Tensor, address: int, nbytes: int) -> torch.Tensor:
     """`nbytes` bytes from `address` on of the tensor's storage, as a tensor over the same memory."""
     start: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), address - start, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), address - start, (nbytes,), (1,)
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -94,6 +93,11 @@ def tensor_handle(tensor: torch.Tensor | torch.Generator) -> int:
     return int(tensor._cdata)  # type: ignore[union-attr]
 
 
+def dispatch_keys(tensor: torch.Tensor) -> int:
+    """What the tensor is to the dispatcher: also whether it is conjugated or negated lazily."""
+    return int(torch._C._dispatch_keys(tensor).raw_repr())
+
+
 @functools.lru_cache(maxsize=1)
 def tensor_layout() -> TensorLayout | None:
     """None where the places are not found, or objects move between threads (CPython without a GIL)."""
@@ -109,19 +113,21 @@ def tensor_layout() -> TensorLayout | None:
         _find(tensor._cdata, 168, [offset]),
         _find(tensor._cdata, 168, [2, *size, *[None] * (MOST_INLINE - 2), *stride]),
         _find(storage._cdata, 40, [storage.data_ptr()]),
+        _find(tensor._cdata, 184, [dispatch_keys(tensor)]),
     )
     return None if None in found else TensorLayout(*found)  # type: ignore[arg-type]
 
 
 class TensorLayout(NamedTuple):
-    """At which byte a tensor's object holds its C++ tensor; that one its storage, its offset, and its shape (the number of
-    dimensions, then five sizes and five strides, or a pointer where there are more); and a storage its address."""
+    """At which byte a tensor's object holds its C++ tensor; that one its storage, offset, shape (the number of
+    dimensions, then five sizes and five strides, or a pointer where there are more) and keys; and a storage its address."""
 
     cell: int
     storage: int
     offset: int
     shape: int
     data: int
+    keys: int
 
 
 MOST_INLINE = 5
@@ -135,10 +141,8 @@ def _has_gil() -> bool:
 def _find(start: int, nbytes: int, values: list[int | None]) -> int | None:
     """Where these words stand one after the other, None being any."""
     words = _words(start, nbytes)
-    for at in range(1, len(words) - len(values) + 1):
-        if all(value in (None, word) for word, value in zip(words[at:], values)):
-            return 8 * at
-    return None
+    places = range(1, len(words) - len(values) + 1)
+    return next((8 * at for at in places if all(v in (None, word) for word, v in zip(words[at:], values))), None)
 
 
 def _words(start: int, nbytes: int) -> list[int]:
@@ -159,8 +163,7 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     except (ImportError, TypeError):
         return None
-    check: Callable[..., bool] = guards.check
-    return check
+    return guards.check  # type: ignore[no-any-return]
 
 
 # -- dicts (CPython 3.10 - 3.13) ---------------------------------------------------------------------------------------
@@ -312,13 +315,12 @@ def _leaving_modes(kind: type | None) -> Iterator[None]:
 
 
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
+_transforms, _forward_ad = torch._C._functorch.peek_interpreter_stack, torch.autograd.forward_ad
 
 
 def is_observed() -> bool:
-    """Whether somebody else's dispatch mode or functorch transform is active, or a cache of parametrized weights: a replay
-    would pass it by."""
-    return _dispatch_modes() > 0 or _transforms() is not None or _parametrize._cache_enabled > 0
+    """Whether a mode, a transform, a forward-mode level or a cache of parametrized weights sees what a replay passes by."""
+    return bool(_dispatch_modes() or _transforms() or _parametrize._cache_enabled) or _forward_ad._current_level >= 0
 
 
 def has_function_modes() -> bool:
@@ -404,8 +406,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any], folder: Path) -> Ca
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # torch sets it to its own default
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    context = torch._guards.TracingContext.get()
-    with torch._guards.tracing(torch._guards.TracingContext(context.fake_mode)):
+    with torch._guards.tracing(torch._guards.TracingContext(torch._guards.TracingContext.get().fake_mode)):
         compiled: Any = compile_fx(graph, inputs)
     return compiled  # type: ignore[no-any-return]
 

@@ -90,12 +90,36 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _judge(tally: Tally, name: str, lane: Lane, call: Callable[[Any], Any], arguments: Any) -> None:
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with a gap after each element of the last dimension."""
+    if not tensor.dim():
+        return tensor.clone()
+    wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+    return wide[..., ::2].copy_(tensor)
+
+
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the last dimension outermost."""
+    order = tuple(reversed(range(tensor.dim())))
+    return tensor.permute(order).contiguous().permute(order)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"as it is": torch.clone, "apart": _apart, "turned": _turned}
+
+
+def _judge(
+    tally: Tally, name: str, lane: Lane, call: Callable[[Any], Any], arguments: Any, layout: str = "as it is"
+) -> None:
     """Records `call(arguments)`, and replays it twice on other values beside eager on copies of them."""
-    live = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), arguments)
+    lay = LAYOUTS[layout]
+    live = pytree.tree_map_only(torch.Tensor, lambda t: lay(t.detach()) if _is_strided(t) else t.clone(), arguments)
+
+    def copy(value: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, lambda t: lay(t) if _is_strided(t) else t.clone(), value)
+
     try:
         with torch.no_grad(), _same_seed():
-            if not _tensors(call(_copy(live))):
+            if not _tensors(call(copy(live))):
                 return
     except Exception:  # eager refuses the sample
         return
@@ -112,7 +136,7 @@ def _judge(tally: Tally, name: str, lane: Lane, call: Callable[[Any], Any], argu
             with torch.no_grad(), _same_seed():
                 for tensor in _tensors(live):
                     _refresh(tensor, seed)
-                expected_arguments = _copy(live)
+                expected_arguments = copy(live)
                 with HostReads(lambda what: None):  # torch's attention modules leave their fast path beside such a mode
                     expected = call(expected_arguments)
         except Exception:  # the new values are no valid input
@@ -131,8 +155,8 @@ def _judge(tally: Tally, name: str, lane: Lane, call: Callable[[Any], Any], argu
     tally.right += 1
 
 
-def _copy(value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, torch.clone, value)
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _refresh(tensor: torch.Tensor, seed: int) -> None:
@@ -172,7 +196,7 @@ def _judge_refusal(tally: Tally, name: str, error: CaptureError) -> None:
         tally.wrong.append(f"{name}: refused: {error}")
 
 
-def _sweep_operators(names: tuple[str, ...] | None, most: int) -> Tally:
+def _sweep_operators(names: tuple[str, ...] | None, most: int, layout: str = "as it is") -> Tally:
     tally = Tally()
     for info in op_db:
         if (names is not None and info.name not in names) or info.name in NOT_JUDGED:
@@ -190,7 +214,7 @@ def _sweep_operators(names: tuple[str, ...] | None, most: int) -> Tally:
                 for index, sample in enumerate(samples):
                     arguments = (sample.input, sample.args, sample.kwargs)
                     name = f"{info.name}.{info.variant_test_name} {dtype} #{index}"
-                    _judge(tally, name, lane, lambda a, f=info: f.op(a[0], *a[1], **a[2]), arguments)
+                    _judge(tally, name, lane, lambda a, f=info: f.op(a[0], *a[1], **a[2]), arguments, layout)
         lane.close()
     return tally
 
@@ -240,6 +264,14 @@ def test_all_operators_replay_as_eager() -> None:
     tally = _sweep_operators(None, most=400)
     assert not tally.wrong, "\n".join(tally.wrong[:50])
     assert tally.right > 29_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["apart", "turned"])
+def test_all_operators_replay_as_eager_whatever_the_layout(layout: str) -> None:
+    tally = _sweep_operators(None, most=20, layout=layout)
+    assert not tally.wrong, "\n".join(tally.wrong[:50])
+    assert tally.right > 9_000
 
 
 @pytest.mark.slow

@@ -310,6 +310,17 @@ def test_another_layout_of_the_same_memory_is_noticed(dimensions: int, count: in
     assert watch.hold(lambda: True)
 
 
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("lazily", [torch.conj, torch._neg_view])
+def test_a_tensor_that_is_conjugated_or_negated_lazily_is_another(lazily: Any, count: int) -> None:
+    tensors = [torch.randn(3, dtype=torch.complex64) for _ in range(count)]
+    watch = Watch(tensors, [])
+    tensors[0].data = lazily(tensors[0].data)
+    assert not watch.hold(lambda: True)
+    tensors[0].data = lazily(tensors[0].data)
+    assert watch.hold(lambda: True)
+
+
 def test_bindings_without_modules_hold() -> None:
     assert Bindings([], [], []).hold()
 

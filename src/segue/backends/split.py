@@ -290,7 +290,7 @@ class _Recipe:
     def derived(cls, note: Leaf, leaves: tuple[Any, ...]) -> _Recipe:
         """`leaves` are symbolic, their hints are those of the run that left `note`."""
         assert not isinstance(note, Constant)
-        known = note.tensor if isinstance(note, External) else note
+        known = note.tensor if isinstance(note, External) else note.place
         size = tuple(known.size()) if isinstance(known, torch.Tensor) else known.size
         stride = known.stride() if isinstance(known, torch.Tensor) else known.stride
         order = sorted(range(len(size)), key=lambda d: (-stride[d], -size[d]))

@@ -239,7 +239,7 @@ class CpuCapture:
             self._refuse(CaptureError, f"{op.name} resizes its out=: give it the result's shape.", op.name)
         assert self._steps is not None
         self._steps.append(Step(op.call, self._tape_arguments.of(args), self._tape_kwargs(kwargs)))
-        written = op.written(args, kwargs)
+        written = op.declared(args, kwargs)
         if op.returns == 0:
             return None
         return written[0] if op.returns == 1 else tuple(written)

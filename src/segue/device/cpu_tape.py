@@ -5,8 +5,9 @@ ones go through their `out=` overload where there is one, and are run and copied
 Steps hold views of the pool that own no block, and detached aliases of everything else, which keep it alive.
 
 Which overload is the `out=` form: its non-out arguments have the functional one's names and types, and it has as many
-outs as the other has returns. Losses with a reduction use `out` as scratch of another shape, and FFTs and linear algebra
-choose another layout inside, and so other last bits, with `out` than without: these are run and copied.
+outs as the other has returns. Losses with a reduction use `out` as scratch of another shape, batch norm adds to what is
+there, and FFTs and linear algebra choose another layout inside, and so other last bits, with `out` than without: these are
+run and copied.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _SCRATCH_OUT = {
     "aten::binary_cross_entropy",
     "aten::_embedding_bag",
     "aten::_embedding_bag_forward_only",
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
 }
 _OTHER_LAYOUT_OUT = ("aten::linalg_", "aten::_linalg_", "aten::_fft_", "aten::geqrf", "aten::ormqr")
 _COPY = torch.ops.aten.copy_.default._op
@@ -126,7 +129,7 @@ def rebuilt(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result
     schema = op.overload._schema
     if len(schema.returns) == 1:
         return results if op.returns_list else results[0]
-    written = iter(op.written(args, kwargs))
+    written = iter(op.declared(args, kwargs))
     fresh = iter(results)
     return tuple(
         next(written) if r.alias_info is not None and r.alias_info.is_write else next(fresh) for r in schema.returns

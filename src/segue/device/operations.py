@@ -34,6 +34,20 @@ _DATA_READS = {
     "aten::tensor_split.tensor_indices_or_sections",
 }
 _RESIZES = {"aten::resize_", "aten::set_", "aten::resize_as_", "aten::resize"}
+_STATISTICS = ("running_mean", "running_var")
+_UNDECLARED_WRITES: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "aten::native_batch_norm": (_STATISTICS, "training"),
+    "aten::cudnn_batch_norm": (_STATISTICS, "training"),
+    "aten::miopen_batch_norm": (_STATISTICS, "training"),
+    "aten::batch_norm_update_stats": (_STATISTICS, None),
+    "aten::batch_norm_gather_stats": (_STATISTICS, None),
+    "aten::batch_norm_gather_stats_with_counts": (_STATISTICS, None),
+    "aten::_cudnn_rnn": (("dropout_state",), "train"),
+    "aten::miopen_rnn": (("dropout_state",), "train"),
+    "aten::_copy_from": (("dst",), None),
+    "aten::_copy_from_and_resize": (("dst",), None),
+}
+"""arguments that an operation writes although its schema does not say so, and the flag that switches that on"""
 
 
 class Operation:
@@ -47,6 +61,7 @@ class Operation:
         "is_index",
         "is_random",
         "is_view",
+        "may_write",
         "moves_storage",
         "name",
         "overload",
@@ -55,6 +70,7 @@ class Operation:
         "returns_fresh",
         "returns_list",
         "returns_tensors",
+        "undeclared",
         "writes",
         "writes_names",
     )
@@ -74,6 +90,10 @@ class Operation:
             written = []
         self.writes = tuple(i for i, a in enumerate(schema.arguments) if a in written and not a.kwarg_only)
         self.writes_names = tuple(a.name for a in written)
+        names, switch = _UNDECLARED_WRITES.get(base, ((), None))
+        places = {a.name: i for i, a in enumerate(schema.arguments)}
+        self.undeclared = tuple((places[n], n) for n in names), None if switch is None else (places[switch], switch)
+        self.may_write = bool(written or names)
         self.has_out = any(a.is_out for a in schema.arguments)
         aliases = [r for r in schema.returns if r.alias_info is not None]
         self.is_view = (bool(aliases) and not written) or base in _HIDDEN_VIEWS
@@ -99,11 +119,23 @@ class Operation:
             return bool(args[0].dim() > 0 and args[0].numel() > 0)
         return False
 
-    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors among the arguments that this call writes."""
+    def declared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments that this call writes, as far as its schema says so."""
         found = [args[i] for i in self.writes if i < len(args)]
         found += [kwargs[n] for n in self.writes_names if n in kwargs]
         return tensors(found)
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments that this call writes."""
+        declared = self.declared(args, kwargs) if self.writes_names else []
+        names, switch = self.undeclared
+        if not names or (switch is not None and not _argument(args, kwargs, *switch)):
+            return declared
+        return declared + tensors([_argument(args, kwargs, *name) for name in names])
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name)
 
 
 def _composite_on(name: str) -> frozenset[str]:
@@ -175,9 +207,13 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def lazily_as(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
     """`alias`, conjugated or negated lazily where `tensor`, over the same memory, is."""
-    if tensor.is_conj():
+    return lazily(alias, tensor.is_conj(), tensor.is_neg())
+
+
+def lazily(alias: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    if is_conj:
         alias = alias.conj()
-    return torch._neg_view(alias) if tensor.is_neg() else alias
+    return torch._neg_view(alias) if is_neg else alias
 
 
 def extent_bytes(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -190,5 +226,5 @@ def extent_bytes(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, .
 def touched(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[torch.Tensor]:
     """The tensors that a call left behind: those it made, and those it wrote."""
     made = tensors(result) if op.returns_fresh else []
-    written = op.written(args, kwargs) if op.writes_names else []
+    written = op.written(args, kwargs) if op.may_write else []
     return [t for t in (*made, *written) if t.layout is torch.strided]

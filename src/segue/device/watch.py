@@ -2,7 +2,7 @@
 
 `OperationMode` is a dispatch mode that shows its subclass the stream of *primitive* operations: composite ones are
 decomposed first, so that grad, no_grad and inference mode give one stream. `HostReads` is a function mode for the cpu
-device, where `tolist`, `numpy`, `repr` and their like read tensor data without passing the dispatcher.
+device, where `tolist`, `numpy`, `repr`, `apply_` and their like read tensor data without passing the dispatcher.
 
 `user_line` names the caller: the innermost frame that belongs neither to Python's library, nor to torch, nor to this
 package. It walks frames with a dictionary of code objects already judged (half a microsecond), so it can always be on.
@@ -118,7 +118,8 @@ _SPLIT = "tensor_split"  # reads where it is told the places by a tensor
 @functools.lru_cache(maxsize=1)
 def _reading_functions() -> dict[Any, str]:
     names = (
-        "tolist", "numpy", "__array__", "cpu", "__repr__", "__format__", "__dlpack__", "__deepcopy__", "__reduce_ex__"
+        "tolist", "numpy", "__array__", "cpu", "__repr__", "__format__", "__dlpack__", "__deepcopy__", "__reduce_ex__",
+        "apply_", "map_", "map2_",
     )  # fmt: skip
     reading: dict[Any, str] = {getattr(torch.Tensor, name): f"Tensor.{name}" for name in names}
     reading[vars(torch.Tensor.__mro__[1])["grad"].__get__] = GRAD

@@ -31,32 +31,29 @@ from segue._compat import (
     storage_owners,
     tensor_at,
 )
-from segue.device.operations import extent_bytes
+from segue.device.operations import extent_bytes, lazily
 from segue.errors import BreakOutputError
+from segue.graph.places import Place, place
 from segue.graph.tree import Spec, flatten, same_value, unflatten
 
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
     bridge: int
-    offset: int
-    """bytes from the bridge's start"""
+    place: Place
+    """in the bridge"""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
     leaf: int
     """which leaf of the arguments"""
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    """bytes from that argument's first element"""
+    place: Place
+    """from that argument's first element on"""
     is_whole: bool
-    """whether it is that argument, and no other view of its memory"""
+    """whether it is all of that argument as it is, and no other view of its memory"""
+    is_same: bool
+    """whether it is that very object"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +95,7 @@ def note_output(spec: Spec, leaves: list[Any], arguments: Sequence[Any]) -> Outp
     bridges: list[int] = []
     for handle, members in _storage_groups(leaves).items():
         is_argument = handle in owners
-        is_kept = not is_argument and handle >= 0 and _is_kept(leaves, members)
+        is_kept = not is_argument and _is_kept(leaves, members)
         tensors = [leaves[i] for i in members]
         if is_argument:
             found: list[Leaf] = [_argument_note(t, owners[handle], arguments) for t in tensors]
@@ -106,7 +103,7 @@ def note_output(spec: Spec, leaves: list[Any], arguments: Sequence[Any]) -> Outp
             found = [External(t.detach()) for t in tensors]
         else:
             fresh = _fresh_notes(tensors, len(bridges))
-            bridges.append(max(f.offset + extent_bytes(f.dtype, f.size, f.stride) for f in fresh))
+            bridges.append(max(p.offset + extent_bytes(p.dtype, p.size, p.stride) for p in (f.place for f in fresh)))
             found = [*fresh]
         notes.update(zip(members, found, strict=True))
     ordered = tuple(notes[i] if i in notes else Constant(leaf) for i, leaf in enumerate(leaves))
@@ -114,12 +111,11 @@ def note_output(spec: Spec, leaves: list[Any], arguments: Sequence[Any]) -> Outp
 
 
 def _storage_groups(leaves: list[Any]) -> dict[int, list[int]]:
-    """Indices of the tensors, by storage. A lazily conjugated or negated tensor is a value of its own: copied."""
+    """Indices of the tensors, by storage."""
     groups: dict[int, list[int]] = {}
     for index in range(len(leaves)):
         if isinstance(leaves[index], torch.Tensor):
-            is_lazy = leaves[index].is_conj() or leaves[index].is_neg()
-            groups.setdefault(-1 - index if is_lazy else storage_handle(leaves[index]), []).append(index)
+            groups.setdefault(storage_handle(leaves[index]), []).append(index)
     return groups
 
 
@@ -128,7 +124,8 @@ def _is_kept(leaves: list[Any], members: Sequence[int]) -> bool:
     of a base of one (a buffer of a module, returned as it is or as a view)."""
     bases = {id(base): base for base in (leaves[i]._base for i in members) if base is not None}
     holders = {id(leaves[i]) for i in members} | set(bases)
-    if storage_owners(leaves[members[0]]) > len(holders):
+    is_lazy = any([base.is_complex() for base in bases.values()])  # torch keeps what lies between such a view and its base
+    if not is_lazy and storage_owners(leaves[members[0]]) > len(holders):
         return True
     occurrences: dict[int, int] = {}
     for i in members:
@@ -153,21 +150,18 @@ def _argument_storages(arguments: Sequence[Any]) -> dict[int, int]:
 
 
 def _argument_note(tensor: torch.Tensor, index: int, arguments: Sequence[Any]) -> Argument:
-    argument = arguments[index]
-    offset = data_address(tensor) - data_address(argument) if tensor.numel() else 0
-    is_same_form = tensor.shape == argument.shape and tensor.stride() == argument.stride()
-    is_whole = offset == 0 and tensor.dtype == argument.dtype and is_same_form
-    return Argument(index, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, is_whole)
+    index = next((i for i, a in enumerate(arguments) if a is tensor), index)
+    start = data_address(arguments[index])
+    found = place(tensor, start)
+    return Argument(index, found, found == place(arguments[index], start), tensor is arguments[index])
 
 
 def _fresh_notes(tensors: Sequence[torch.Tensor], bridge: int) -> list[Fresh]:
     if len(tensors) == 1:
-        tensor = tensors[0]
-        stride = tensor.stride() if _is_writable(tensor) else _contiguous(tuple(tensor.shape))
-        return [Fresh(tensor.dtype, tuple(tensor.shape), stride, bridge, 0)]
+        found = place(tensors[0], data_address(tensors[0]))
+        return [Fresh(bridge, found if _is_writable(tensors[0]) else found._replace(stride=_contiguous(found.size)))]
     base = min((data_address(t) for t in tensors if t.numel()), default=0)
-    offsets = [data_address(t) - base if t.numel() else 0 for t in tensors]
-    return [Fresh(t.dtype, tuple(t.shape), t.stride(), bridge, o) for t, o in zip(tensors, offsets, strict=True)]
+    return [Fresh(bridge, place(t, base)) for t in tensors]
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
@@ -194,7 +188,7 @@ def build_output(note: OutputNote, arguments: Sequence[Any], device: torch.devic
 def _allocate(note: OutputNote, index: int, nbytes: int, device: torch.device) -> torch.Tensor:
     members = [f for f in note.fresh if f.bridge == index]
     if len(members) == 1:
-        only = members[0]
+        only = members[0].place
         return torch.empty_strided(only.size, only.stride, dtype=only.dtype, device=device)
     return torch.empty(-(-nbytes // _ITEM) * _ITEM, dtype=torch.uint8, device=device)
 
@@ -205,16 +199,12 @@ def _live_leaf(leaf: Leaf, arguments: Sequence[Any], buffers: Sequence[torch.Ten
     if isinstance(leaf, External):
         return leaf.tensor
     if isinstance(leaf, Argument):
-        argument = arguments[leaf.leaf]
-        if leaf.is_whole:
-            return argument
-        typed = argument if leaf.dtype == argument.dtype else argument.view(leaf.dtype)
-        start = typed.storage_offset() + leaf.offset // leaf.dtype.itemsize
-        return typed.as_strided(leaf.size, leaf.stride, start)
+        return arguments[leaf.leaf] if leaf.is_same else leaf.place.of(arguments[leaf.leaf])
     buffer = buffers[leaf.bridge]
-    if buffer.dtype == leaf.dtype and tuple(buffer.shape) == leaf.size:
-        return buffer
-    return buffer.view(leaf.dtype).as_strided(leaf.size, leaf.stride, leaf.offset // leaf.dtype.itemsize)
+    found = leaf.place
+    if buffer.dtype == found.dtype and tuple(buffer.shape) == found.size:
+        return lazily(buffer, found.is_conj, found.is_neg)
+    return found.of(buffer)
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------
@@ -264,21 +254,21 @@ def _shared_bridges(note: OutputNote) -> list[int]:
 def _shared_delivery(name: str, note: OutputNote, bridge: int, targets: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
     """Copies the memory under several results at once, where they lie to each other as they did."""
     places = [
-        (i, leaf.offset, leaf.stride)
+        (i, leaf.place)
         for i, leaf in enumerate(note.leaves)
         if isinstance(leaf, Fresh) and leaf.bridge == bridge and targets[i].numel()
     ]
     if not places:
         return lambda leaves: None
-    nbytes, (first, first_offset, _) = note.bridges[bridge], places[0]
+    nbytes, (first, first_place) = note.bridges[bridge], places[0]
     with torch.inference_mode(False):
-        start = data_address(targets[first]) - first_offset
+        start = data_address(targets[first]) - first_place.offset
         memory = tensor_at(start, nbytes, torch.uint8, targets[first].device, (nbytes,), (1,))
 
     def copy(leaves: Sequence[Any]) -> None:
-        base = data_address(leaves[first]) - first_offset
-        for i, offset, stride in places:
-            if data_address(leaves[i]) - base != offset or leaves[i].stride() != stride:
+        base = data_address(leaves[first]) - first_place.offset
+        for i, expected in places:
+            if place(leaves[i], base) != expected:
                 raise BreakOutputError(
                     f"break {name} returned results {first} and {i} that do not share memory as they did in its "
                     "warm-up: return the same views of one tensor at every call, or copies"
@@ -349,6 +339,8 @@ def _deliver_address(name: str, target: torch.Tensor, what: str) -> Callable[[An
             or output.shape != target.shape
             or output.dtype != target.dtype
             or output.stride() != target.stride()
+            or output.is_conj() != target.is_conj()
+            or output.is_neg() != target.is_neg()
         ):
             raise _mismatch(name, target, output)
         if output.numel() and data_address(output) != address:

@@ -50,6 +50,13 @@ class Ownership:
         self.owned[storage_handle(tensor)] = kept
         return kept
 
+    def is_outside(self, kept: torch.Tensor) -> bool:
+        """Whether the memory of a tensor that was kept is not the pool's."""
+        if kept.layout is not torch.strided or kept.numel():
+            return kept.layout is not torch.strided or storage_handle(kept) in self.owned
+        start = data_address(kept) - int(kept.storage_offset()) * kept.itemsize
+        return not kept.untyped_storage().nbytes() or start not in _Ranges(self._pool.state().segments)
+
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory is a block of the pool allocated since this object was made. What the trace met as an outside
         tensor never is: an alias of pool memory that nothing holds alive (an output of another recording)."""
@@ -99,14 +106,25 @@ class OutsideAccess:
     def __init__(self) -> None:
         self.externals: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
+        self.counted: dict[int, torch.Tensor] = {}
+        """by object, whose version counters the writes raise: not all do"""
+        self.restrided: dict[int, bool] = {}
+        """storages of which `as_strided` made views, and whether one named its place in the storage"""
         self._made: dict[int, Any] = {}
 
     def note(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.note_read((*args, *kwargs.values()) if kwargs else args)
-        if op.writes_names:
+        if op.name == "aten.as_strided.default":
+            handle, names_place = storage_handle(args[0]), len(args) > 3 and args[3] is not None
+            self.restrided[handle] = names_place or self.restrided.get(handle, False)
+        if op.may_write:
             for tensor in op.written(args, kwargs):
                 if tensor.layout is torch.strided and storage_handle(tensor) in self.externals:
                     self.written[storage_handle(tensor)] = tensor.detach()
+            for tensor in op.declared(args, kwargs):
+                if tensor.layout is torch.strided and storage_handle(tensor) in self.externals and not tensor.is_inference():
+                    counter = tensor if tensor._base is None else tensor._base
+                    self.counted[id(counter)] = counter
         if op.returns_fresh:
             self.note_made(result)
 

@@ -32,6 +32,7 @@ from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, handling, running_body
 from segue.graph.bridge import Fresh, build_output, delivery
 from segue.graph.guard import CaptureInterrupted, capturing, interruption, is_lent
+from segue.graph.lease import Returned, as_returned
 from segue.graph.modes import Modes, bound, current_modes
 from segue.graph.ownership import OutsideAccess, Ownership, escape_error
 from segue.graph.ranges import ranged, wants_ranges
@@ -116,6 +117,12 @@ class Recording:
         self.externals: dict[int, torch.Tensor] = {}
         """the outside tensors that are read, by storage handle; of these, `written` are also written"""
         self.written: dict[int, torch.Tensor] = {}
+        self.counted: list[torch.Tensor] = []
+        """the outside tensors whose versions a replay must raise, as eager does"""
+        self.restrided: dict[int, bool] = {}
+        """storages of which `as_strided` made views, and whether one named its place in the storage"""
+        self.returned: list[Returned] = []
+        """of each leaf of the output, how the pass returned it"""
         self.unseen: list[str] = []
         """where work was recorded that no torch operation launched, if that was looked for: what it reads is not known"""
         self.operations: dict[int, OperationNote] = {}
@@ -160,6 +167,8 @@ class Recording:
         self.owned = []
         self.externals = {}
         self.written = {}
+        self.counted = []
+        self.returned = []
 
 
 def _step_name(at: int, step: DeviceGraph | Break) -> str:
@@ -254,6 +263,7 @@ class Recorder:
         leaves, spec = flatten(output)
         del output
         kept = [self._keep(leaf) for leaf in leaves]
+        returned = as_returned(leaves, self._ownership.is_outside)
         if self._watch is not None:
             self._watch.outside.note_read(leaves)  # an outside tensor may be returned without any operation
         del leaves
@@ -261,6 +271,10 @@ class Recorder:
         owned = list(self._ownership.owned.values()) + list(outside.externals.values())
         recording = Recording(self._steps, unflatten(spec, iter(kept)), owned)
         recording.externals, recording.written = outside.externals, outside.written
+        recording.returned = returned
+        if self._watch is not None:
+            recording.counted = list(self._watch.outside.counted.values())
+            recording.restrided = self._watch.outside.restrided
         recording.unseen = list(dict.fromkeys(session.unseen))
         return recording
 
@@ -320,7 +334,8 @@ class Recorder:
         self._num_breaks += 1
         assert self._session is not None
         with self._session.unrecorded():
-            kept = [self._keep(leaf) for leaf in leaves]
+            once = {id(leaf): self._keep(leaf) for leaf in leaves}  # one tensor stays one
+        kept = [once[id(leaf)] for leaf in leaves]
         self._end_segment(note.streams)
         self._session.begin()
         for stream in note.streams:

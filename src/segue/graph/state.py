@@ -115,7 +115,7 @@ class undoing_writes(OperationMode):
         set_generator_states(self._device, self._generators)
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in op.written(args, kwargs) if op.writes_names else ():
+        for tensor in op.written(args, kwargs) if op.may_write else ():
             handle = storage_handle(tensor)
             if handle not in self._saved and tensor.numel():
                 storage = whole_storage(tensor)

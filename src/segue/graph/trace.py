@@ -140,8 +140,10 @@ def traced(
     with without_autocast_cache(), handling(handler), _watching(watch, device, trace):
         output = forward()
     trace.seconds = time.perf_counter() - start
-    trace.has_backward = trace.has_backward or _has_backward(flatten(output)[0])
-    if watch is not None:
+    leaves = flatten(output)[0]
+    trace.has_backward = trace.has_backward or _has_backward(leaves)
+    if watch is not None:  # an outside tensor may be returned without any operation
+        watch.note_read([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], is_passed_on=True)
         trace.streams = watch.take_streams()
         watch.forget()
     return output, trace
@@ -201,33 +203,38 @@ class _TraceMode(OperationMode):
         self.note_read(args)
         if kwargs:
             self.note_read(tuple(kwargs.values()))
-        for tensor in op.written(args, kwargs) if op.writes_names else ():
+        for tensor in op.written(args, kwargs) if op.may_write else ():
             handle = storage_handle(tensor)
             if handle not in self._inside:
                 trace.written[handle] = tensor
         if self._main is not None:
             self._note_stream()
-        outs = [geometry(t) for t in op.written(args, kwargs)] if op.has_out else None
+        outs = [geometry(t) for t in op.declared(args, kwargs)] if op.has_out else None
         key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
-        result = self._drawing(op, args, kwargs) if op.is_random else op.overload(*args, **kwargs)
+        try:
+            result = self._run(op, args, kwargs)
+        except Exception as error:
+            if self._device.traces_shapes:  # where nothing runs in a capture, it would not be raised there
+                trace.refusal = trace.refusal or _caught(op, error, location)
+            raise
         if op.is_random and any(t.device != self._device.device for t in tensors(result)):
             trace.draws_elsewhere = True
         if op.returns_fresh and is_strided(result):
             self._note_results(op, key, result)
         elif outs is not None and key is not None:
-            trace.shapes[key] = None if outs == [geometry(t) for t in op.written(args, kwargs)] else RESIZED
+            trace.shapes[key] = None if outs == [geometry(t) for t in op.declared(args, kwargs)] else RESIZED
         if self._collect is not None:
             self._collect(len(trace.operations) - 1, touched(op, args, kwargs, result))
         return result
 
-    def note_read(self, value: Any, *, by_break: bool = False) -> None:
+    def note_read(self, value: Any, *, is_passed_on: bool = False) -> None:
         for tensor in tensors(value):
             if tensor.layout is not torch.strided:
                 continue
             handle = storage_handle(tensor)
             if handle not in self._inside and handle not in self._trace.externals:
                 self._trace.externals[handle] = tensor.detach()
-            if handle not in self._inside and not by_break:
+            if handle not in self._inside and not is_passed_on:
                 self._trace.read_devices.add(tensor.device)
                 self._trace.devices.add(tensor.device)
 
@@ -257,6 +264,10 @@ class _TraceMode(OperationMode):
         stream = self._device.current_stream()
         if stream != self._main:
             self._side[stream] = None
+
+    def _run(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        may_draw = op.is_random and not self._trace.draws_random
+        return self._drawing(op, args, kwargs) if may_draw else op.overload(*args, **kwargs)
 
     def _drawing(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tag covers operations that may draw; whether this call drew shows in the generator."""
@@ -296,7 +307,7 @@ class _TraceHandler:
                 return unflatten(result_spec, iter(results))
             output = note_output(result_spec, results, leaves)
             if watch is not None:
-                watch.note_read(leaves, by_break=True)
+                watch.note_read(leaves, is_passed_on=True)
                 watch.note_made(results)
         self._trace.draws.pause()
         self._trace.has_backward = self._trace.has_backward or _has_backward(results)
@@ -304,6 +315,15 @@ class _TraceHandler:
         changed = _changed_argument(spec, leaves, args, kwargs)
         self._trace.breaks.append(BreakNote(mark, spec, scalars, output, location, streams, tuple(joins), changed))
         return unflatten(result_spec, iter(results))
+
+
+def _caught(op: Operation, error: Exception, location: Location | None) -> CaptureError:
+    return CaptureError(
+        f"{op.name} raised {type(error).__name__}, which the pass caught ({describe_line(location)}): in a recording on the "
+        "cpu device nothing runs, so nothing is raised either",
+        operation=op.name,
+        location=describe_line(location),
+    )
 
 
 def _refusal(mark: Mark, location: Location | None, leaves: tuple[Any, ...]) -> CaptureError | None:

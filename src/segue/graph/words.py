@@ -2,9 +2,9 @@
 hundred modules, each of which has its tables of parameters, buffers, children and hooks, and its attributes.
 
 One by one, in loops of C's, that costs 70 ns a tensor and 20 ns a dict, and shapes cost more. But what would tell are words
-in this process's memory: which C++ tensor each Python object holds, that one's storage, offset, sizes and strides, where
-each storage lies, and of each dict the version that the interpreter gives it, another one at every change. So those are
-read at once, by a gather.
+in this process's memory: which C++ tensor each Python object holds, that one's storage, offset, sizes, strides and keys (is
+it conjugated lazily), where each storage lies, and of each dict the version that the interpreter gives it, another one at
+every change. So those are read at once, by a gather.
 
 The hard part is that all that is read must be there. Python objects and dicts are held. A C++ tensor lives while its object
 holds it, so a first gather reads which one that is, and only if it is unchanged a second one reads the C++ tensors. (A weak
@@ -30,6 +30,7 @@ from segue._compat import (
     MOST_INLINE,
     TensorLayout,
     dict_tag,
+    dispatch_keys,
     storage_handle,
     storage_weakref,
     tensor_at,
@@ -119,7 +120,7 @@ _gather = torch.index_select
 
 
 def _places(tensors: list[torch.Tensor]) -> list[Any]:
-    return [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
+    return [(t.data_ptr(), t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in tensors]
 
 
 class _Words:
@@ -149,6 +150,7 @@ def _tensor_words(tensors: list[torch.Tensor], layout: TensorLayout) -> tuple[li
         handle, store, shape = tensor_handle(tensor), storage_handle(tensor), tensor_handle(tensor) + layout.shape
         words[handle + layout.storage], words[handle + layout.offset] = store, int(tensor.storage_offset())
         words[store + layout.data], words[shape] = tensor.untyped_storage().data_ptr(), tensor.dim()
+        words[handle + layout.keys] = dispatch_keys(tensor)
         if tensor.dim() <= MOST_INLINE:
             words.update({shape + 8 * (1 + i): n for i, n in enumerate(tensor.shape)})
             words.update({shape + 8 * (1 + MOST_INLINE + i): n for i, n in enumerate(tensor.stride())})

@@ -28,6 +28,7 @@ class Reason(Enum):
     AUTOGRAD = "autograd"
     UNHASHABLE_ARGUMENT = "unhashable_argument"
     ALIASED_INPUTS = "aliased_inputs"
+    WIDE_GAPS = "wide_gaps"
     DATA_DEPENDENT = "data_dependent"
     CAPTURE_FAILED = "capture_failed"
     OVER_BUDGET = "over_budget"

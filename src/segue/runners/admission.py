@@ -9,6 +9,7 @@ returned with its reason, and what the second run of the body changed in Python 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from segue.graph.audit import Audit
 from segue.graph.breaks import around_bodies
 from segue.graph.bridge import External
 from segue.graph.effects import BodyEffects, HostState, hooks
-from segue.graph.lease import Outputs
+from segue.graph.lease import Outputs, as_returned
 from segue.graph.modes import kernel_modes
 from segue.graph.reach import Reach, is_marked
 from segue.graph.state import default_generator
@@ -34,7 +35,7 @@ from segue.graph.tree import flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
 from segue.runners.call_graph import CallGraph, StaticCall
-from segue.runners.call_key import Scan, is_constant
+from segue.runners.call_key import Scan, facts, is_constant
 from segue.runners.call_padding import Padded, cut
 from segue.shapes.key import ShapeKey
 
@@ -52,7 +53,9 @@ class Admission:
     operations: int = 0
 
 
-CHANGED_CONTAINER = "the call changes a container among its arguments"
+CHANGED_ARGUMENT = (
+    "the call changes an argument beyond its data: what a container holds, or a tensor's shape, flags or attributes"
+)
 
 
 class _Refused(Exception):
@@ -99,16 +102,21 @@ def admit(
         detail = "arguments share memory in a way that copies cannot keep"
         return Admission(output, reason=Reason.ALIASED_INPUTS, detail=detail), None
     if not is_live:
-        static.load(scan.tensors)
+        with torch.no_grad():
+            static.load(scan.tensors)
     called, named = (args, kwargs) if is_live else (static.args, static.kwargs)
     inputs = scan.tensors if is_live else static.buffers
     versions = [_version(t) for t in inputs]
+    known = facts(inputs)
     bodies = BodyEffects(reach, before)
     starts = [(g, g.get_state()) for g in (default_generator(static.device), *reach.generators())]
     with calling(Call(args, kwargs)), _watching(bodies):
         output, trace = backend.trace(lambda: function(*called, **named))
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
+    static.uncounted = {i for i in written if versions[i] is not None and _version(inputs[i]) == versions[i]}
+    returned = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
     _hand_over(backend.lane, output)
+    is_kept = facts(inputs) == known
     if not is_live:
         written |= {i for i in static.distinct if _differ(static.live_part(i, scan.tensors[i]), scan.tensors[i])}
         output = _from_static(output, static, scan, padded, trace, written)
@@ -116,7 +124,9 @@ def admit(
     touched: set[str] = set()
     with _refusing(admission):
         touched.update(before.changed())
-        _check(trace, static, scan, backend.lane, written, args, kwargs)
+        if not is_kept or not keeps_arguments(scan, args, kwargs):
+            raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
+        _check(trace, static, scan, backend.lane, written)
         _check_carriers(carriers)
         _check_world(trace, reach, scan, starts)
         for name, changed in bodies.changed.items():
@@ -130,7 +140,9 @@ def admit(
     def complete() -> None:
         with _refusing(admission):
             live = Call(args, kwargs)
-            admission.graph = _capture(function, search, backend, key, static, trace, written, touched, admission, live)
+            lasting = [None if leaf is None else leaf() for leaf in returned]
+            parts = function, search, backend, key, static, trace, written, touched, admission, live
+            admission.graph = _capture(*parts, lasting)
 
     return admission, complete
 
@@ -168,8 +180,10 @@ def _capture(
     touched: set[str],
     admission: Admission,
     live: Call,
+    lasting: list[Any],
 ) -> CallGraph:
-    """`search` says what the callable reaches now; `touched` names what the trace changed in Python."""
+    """`search` says what the callable reaches now; `touched` names what the trace changed in Python, `lasting` are its
+    results."""
     reach = search()
     if reach.opaque:
         why = "is TorchScript, whose weights lie where no change is noticed: wrap the module that it was made from"
@@ -194,6 +208,15 @@ def _capture(
     if changed:
         graph.close()
         raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))
+    if not static.is_intact():
+        graph.close()
+        raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
+    handles = {storage_handle(b) for b in static.buffers}
+    if any(h in static.with_gaps or (at and h in handles) for h, at in graph.recording.restrided.items()):
+        graph.close()
+        raise _Refused(
+            Reason.ALIASED_INPUTS, "as_strided looks around an argument: pass all that it reads, without an offset"
+        )
     opaque = [type(leaf).__name__ for leaf in flatten(graph.recording.output)[0] if not is_constant(leaf)]
     if opaque:
         graph.close()
@@ -212,7 +235,7 @@ def _capture(
     if state.others or not before.holds():  # asked last: the recording may have seen what was there before or after
         graph.close()
         raise _Refused(Reason.REBOUND, f"{', '.join(state.others) or 'what it reads'} was changed while it was recorded")
-    return CallGraph(graph, static, written, audit)
+    return CallGraph(graph, static, written, audit, lasting)
 
 
 def _strange(recording: Recording, trace: Trace, static: StaticCall, reach: Reach) -> torch.Tensor | None:
@@ -268,8 +291,6 @@ def _check(
     scan: Scan,
     lane: Lane,
     written: set[int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
 ) -> None:
     if trace.has_backward:
         raise _Refused(Reason.AUTOGRAD, "the result requires grad: call it under torch.no_grad(), or with inference=True")
@@ -285,8 +306,6 @@ def _check(
         raise _Refused(Reason.OTHER_DEVICE, f"the pass uses tensors on {', '.join(map(str, foreign))} and on {device}")
     if trace.draws_elsewhere:
         raise _Refused(Reason.OTHER_DEVICE, f"random numbers are drawn on another device than {device}")
-    if not keeps_arguments(scan, args, kwargs):
-        raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
 
 
 def _check_world(trace: Trace, reach: Reach, scan: Scan, starts: list[tuple[torch.Generator, torch.Tensor]]) -> None:
@@ -328,12 +347,14 @@ def _are_held(reach: Reach, tensors: list[torch.Tensor]) -> bool:
 
 def _from_static(output: Any, static: StaticCall, scan: Scan, padded: Padded | None, trace: Trace, written: set[int]) -> Any:
     with torch.no_grad():
-        for i in written - static.unwritable:
-            scan.tensors[i].copy_(static.live_part(i, scan.tensors[i]))
+        for i in written:
+            static.write_back(i, scan.tensors[i])
     outside = {h: t for h, t in trace.externals.items() if h not in {storage_handle(b) for b in static.buffers}}
-    return Outputs(output, static.buffers, outside).copied(
-        scan.tensors, None if padded is None else functools.partial(cut, axes=padded.axes)
-    )
+    leaves = flatten(output)[0]
+    returned = as_returned(leaves, lambda leaf: _is_strided(leaf) and storage_handle(leaf) in trace.externals)
+    outputs = Outputs(output, returned, leaves, static.buffers, outside, is_inference=static.is_inference)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not any([t.requires_grad for t in scan.tensors])):
+        return outputs.copied(scan.tensors, None if padded is None else functools.partial(cut, axes=padded.axes))
 
 
 def _is_written(tensor: torch.Tensor, version: int | None, trace: Trace) -> bool:

@@ -22,7 +22,7 @@ from segue.backends.base import RecordingBackend
 from segue.device import get_device
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
-from segue.runners.call_key import Scan, scan
+from segue.runners.call_key import MOST_SPREAD, Scan, is_spread, overlaps_itself, scan
 from segue.runners.call_options import Options
 from segue.runners.call_padding import Padded, Padding, padded_key, shape_key
 from segue.runners.call_shortcut import Known, Shortcuts
@@ -31,6 +31,7 @@ from segue.runners.call_store import CallStore, Entry
 plainly_because: ContextVar[Reason | None] = ContextVar("segue_calls_run_plainly_because", default=None)
 """set while this thread is inside a wrapped call, or graphs are switched off"""
 _AUTOGRAD = "grad mode is on and a tensor requires grad: use torch.no_grad(), or inference=True"
+_WIDE_GAPS = f"the memory from an argument's first to its last element is over {MOST_SPREAD} times its own: pass a copy"
 
 
 @contextmanager
@@ -105,7 +106,8 @@ class CallDispatch:
         if call.reason is not None:
             return _eagerly(call.reason)
         if is_observed():
-            return _eagerly(Reason.DEBUG, "a dispatch mode, a transform of torch.func or parametrize.cached() is active")
+            what = "a dispatch mode, a transform of torch.func, a level of forward_ad or parametrize.cached() is active"
+            return _eagerly(Reason.DEBUG, what)
         key, padded = call.key, None
         device = key[3]
         if _is_being_captured(device.type):
@@ -119,11 +121,15 @@ class CallDispatch:
                 return _eagerly(fitted, "the arguments, or the fill for their dtype, do not fit the pads")
             if fitted.axes and key[2] is not None:
                 return _eagerly(Reason.ALIASED_INPUTS, "padded arguments share memory")
+            if any([s is not None and overlaps_itself(t) for s, t in zip(fitted.shapes, call.tensors, strict=True)]):
+                return _eagerly(Reason.ALIASED_INPUTS, "a padded argument overlaps itself")
             key, padded = padded_key(call, fitted), fitted
         site = self.sites.get(device) or self._open(device)
         try:
             entry = site.store.entries.get(key)
             if entry is None:
+                if any([is_spread(t) for i, t in enumerate(call.tensors) if padded is None or padded.shapes[i] is None]):
+                    return _eagerly(Reason.WIDE_GAPS, _WIDE_GAPS)
                 entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries))))
         except Exception as error:  # an argument cannot be compared with that of another call
             return _eagerly(Reason.UNHASHABLE_ARGUMENT, _text(error))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from segue._compat import data_address, storage_handle
 from segue.backends.base import Replayable
@@ -23,7 +24,7 @@ from segue.graph.audit import Audit
 from segue.graph.lease import Cut, Outputs
 from segue.graph.tree import Spec, unflatten
 from segue.observe.decision import GraphRecord, Reason
-from segue.runners.call_key import Scan, dense_strides, extent, static_strides
+from segue.runners.call_key import Alias, Scan, dense_strides, extent, facts, layout, stride_order, without_overlap
 from segue.runners.call_padding import Padded
 
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -33,38 +34,55 @@ class StaticCall:
     """Buffers for the tensors of one key. Owns them; normal tensors, whatever the caller's modes are."""
 
     def __init__(self, scan: Scan, padded: Padded | None) -> None:
-        structure, parts, alias, device, modes = scan.key
+        structure, _, alias, device, modes = scan.key
         self.is_inference = bool(modes[0])
         self.device: torch.device = device
-        self.firsts = list(alias[:-1]) if alias is not None else list(range(len(scan.tensors)))
-        self.overlaps = bool(alias[-1]) if alias is not None else False
-        self.distinct = [i for i in range(len(scan.tensors)) if self.firsts[i] == i]
+        places = range(len(scan.tensors))
+        found: Alias = alias or Alias(tuple(places), tuple(places), False)
+        self.firsts, objects, self.overlaps = found
+        self.distinct = [i for i in places if self.firsts[i] == i]
         self._leaves, self._places, self._structure = scan.leaves, scan.places, structure
         made: dict[int, torch.Tensor] = {}
+        self._overlapping: list[tuple[torch.Tensor, int]] = []
+        """arguments that overlap themselves, and what is copied of them"""
+        self.with_gaps: set[int] = set()
+        """storages of buffers with gaps, where nothing is copied"""
         with torch.inference_mode(False), torch.no_grad():
             for i in self.distinct:
-                shape, dtype, order = parts[scan.places[i]]
-                grown = None if padded is None else padded.shapes[i]
-                size = tuple(shape if grown is None else grown)
-                stride = static_strides(scan.tensors[i], order) if grown is None else dense_strides(size, order)
-                made[i] = torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
-        self.unwritable = {i for i in self.distinct if parts[scan.places[i]][2] and min(parts[scan.places[i]][2]) < 0}
-        self.buffers = [made[first] for first in self.firsts]
+                made[i] = _buffer(scan.tensors[i], None if padded is None else padded.shapes[i])
+                memory = without_overlap(made[i])
+                memory.zero_()
+                if memory.nbytes < extent(made[i]):
+                    self.with_gaps.add(storage_handle(made[i]))
+                if memory is not made[i]:
+                    self._overlapping.append((memory, i))
+            for i in places:  # arguments may be one tensor, or several over the same memory
+                made.setdefault(objects[i], made[self.firsts[i]].detach())
+        self.buffers = [made[i] for i in objects]
         self._pads = [] if padded is None else [(i, *padded.fills[i]) for i in self.distinct if padded.shapes[i] is not None]
-        self._groups = self._group([self.buffers[i] for i in self.distinct])
+        self._own = {i: made[i].detach() for i in self.distinct}  # the pass may turn or mark what it is given
+        self._heads = {i: t for i, t in self._own.items() if i not in [place for _, place in self._overlapping]}
+        self._groups = _group(self._heads)
         is_whole = not self._pads and [places for _, places in self._groups] == [list(range(len(scan.tensors)))]
         self._whole = self.buffers if is_whole else None
         self._by_size: dict[Any, Any] = {}
+        self.uncounted: set[int] = set()
+        """tensors that the pass writes without raising their versions (through `.data`, by batch norm)"""
+        self._facts = facts(self.buffers)
         self.args, self.kwargs = self._arguments()
         self._leaves = None
 
     def is_like(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the live tensors lie as the buffers do, so that a pass over them tells of a pass over the buffers."""
-        return all(t.shape == b.shape and t.stride() == b.stride() for t, b in zip(tensors, self.buffers, strict=True))
+        return all(t.shape == b.shape and layout(t) == layout(b) for t, b in zip(tensors, self.buffers, strict=True))
+
+    def is_intact(self) -> bool:
+        """Whether the buffers are what they were but for their data."""
+        return facts(self.buffers) == self._facts
 
     @property
     def nbytes(self) -> int:
-        return sum(self.buffers[i].nbytes for i in self.distinct)
+        return sum(self.buffers[i].untyped_storage().nbytes() for i in self.distinct)
 
     def load(self, tensors: Tensors) -> None:
         """Copies a live call in; rows beyond the live ones get their filling."""
@@ -82,29 +100,27 @@ class StaticCall:
                 tail.fill_(fill)
         for into, places in groups:
             torch._foreach_copy_(into, [tensors[i] for i in places])
+        for memory, i in self._overlapping:
+            memory.copy_(without_overlap(tensors[i]))
 
     def _fit(self, sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        heads, tails = {i: self.buffers[i] for i in self.distinct}, []
+        heads, tails = dict(self._heads), []
         with torch.inference_mode(False), torch.no_grad():
             for (i, dim, fill), real in zip(self._pads, sizes, strict=True):
                 rung = heads[i].shape[dim]
                 if real < rung:
                     tails.append((heads[i].narrow(dim, real, rung - real), fill))
                     heads[i] = heads[i].narrow(dim, 0, real)
-        return self._group([heads[i] for i in self.distinct]), tails
+        return _group(heads), tails
 
-    def _group(self, destinations: list[torch.Tensor]) -> list[tuple[list[torch.Tensor], list[int]]]:
-        groups: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
-        for place, tensor in zip(self.distinct, destinations, strict=True):
-            if tensor.numel():
-                into, places = groups.setdefault(tensor.dtype, ([], []))
-                into.append(tensor)
-                places.append(place)
-        return list(groups.values())
+    def write_back(self, index: int, live: torch.Tensor) -> None:
+        """Copies into a live tensor what its buffer holds."""
+        live = live.data if index in self.uncounted else live
+        without_overlap(live).copy_(without_overlap(self.live_part(index, live)))
 
     def live_part(self, index: int, live: torch.Tensor) -> torch.Tensor:
         """What of a buffer belongs to the live tensor."""
-        part = self.buffers[index]
+        part = self._own[self.firsts[index]]
         for dim, size in enumerate(live.shape):
             if part.shape[dim] != size:
                 part = part.narrow(dim, 0, size)
@@ -120,10 +136,32 @@ class StaticCall:
         return args, kwargs
 
 
+def _buffer(live: torch.Tensor, grown: tuple[int, ...] | None) -> torch.Tensor:
+    """Memory that lies as a live tensor does, or, where that is padded, as it would without gaps."""
+    if grown is not None:
+        size, stride = grown, dense_strides(grown, False if live.is_contiguous() else stride_order(live))
+    else:
+        size, stride = tuple(live.shape), live.stride() if layout(live) else dense_strides(live.shape, False)
+    return torch.empty_strided(size, stride, dtype=live.dtype, device=live.device)
+
+
+def _group(destinations: dict[int, torch.Tensor]) -> list[tuple[list[torch.Tensor], list[int]]]:
+    groups: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+    for place, tensor in destinations.items():
+        if tensor.numel():
+            into, places = groups.setdefault(tensor.dtype, ([], []))
+            into.append(tensor)
+            places.append(place)
+    return list(groups.values())
+
+
 class CallGraph:
     """A recording with what its calls need. Guarded by the lane's lock; owns the recording until `close`."""
 
-    def __init__(self, graph: Replayable, static: StaticCall, written: set[int], audit: Audit) -> None:
+    def __init__(
+        self, graph: Replayable, static: StaticCall, written: set[int], audit: Audit, lasting: Sequence[Any]
+    ) -> None:
+        """`lasting` are what the traced call returned, as far as that is still there."""
         recording = graph.recording  # type: ignore[attr-defined]
         buffers = {storage_handle(b): i for i, b in enumerate(static.buffers)}
         outside = {h: t for h, t in recording.externals.items() if h not in buffers}
@@ -131,7 +169,9 @@ class CallGraph:
         self.recording = recording
         self.static = static
         self.audit = audit
-        self.outputs = Outputs(recording.output, static.buffers, outside)
+        self.outputs = Outputs(
+            recording.output, recording.returned, lasting, static.buffers, outside, is_inference=static.is_inference
+        )
         self.record: GraphRecord = graph.record
         self.record.static_bytes = static.nbytes
         self.has_breaks = bool(recording.breaks)
@@ -140,6 +180,7 @@ class CallGraph:
             written = written | {i for h, i in buffers.items() if h in reached}
         self.written = sorted(written)
         self.outside_written = {h: t for h, t in recording.written.items() if h not in buffers}
+        self._counted = [t for t in recording.counted if storage_handle(t) not in buffers]
         self.difference = recording.difference
         self.breaks = recording.breaks
         self._replay = graph.replay
@@ -166,7 +207,7 @@ class CallGraph:
         if self.static.overlaps and (self.written or self.has_breaks):
             return Reason.ALIASED_INPUTS
         for place in self._exact:
-            if tensors[place].stride() != self.static.buffers[place].stride() or self.static.firsts[place] != place:
+            if not self.outputs.lies_alike(tensors, place):
                 return Reason.ALIASED_INPUTS
         starts, ends = self._watched
         if starts:
@@ -183,6 +224,8 @@ class CallGraph:
         static.load(tensors)
         if not self.has_breaks:
             self._replay()
+            if self._counted:
+                increment_version(self._counted)
             if self.written:
                 self._write_back(self.written, tensors)
             return
@@ -192,18 +235,22 @@ class CallGraph:
             with calling(Call(args, kwargs)):
                 self._replay()
         finally:
+            if self._counted:
+                increment_version(self._counted)
             changed = {i for i, v in zip(static.distinct, before, strict=True) if counters[i]._version != v}
             self._write_back(sorted(changed.union(self.written)), tensors)
 
     def _write_back(self, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for i in places:
-                if i in self.static.unwritable:  # expanded: eager refuses to write it too
-                    continue
-                tensors[i].copy_(self.static.live_part(i, tensors[i]))
+                self.static.write_back(i, tensors[i])
 
-    def result(self, tensors: Sequence[torch.Tensor], cut: Cut | None) -> Any:
-        return self.outputs.copied(tensors, cut)
+    def answer(
+        self, tensors: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut | None, *, is_view: bool = False
+    ) -> Any:
+        """A replay's output: the caller's own, or with `is_view` static memory."""
+        self.run(tensors, args, kwargs)
+        return self.outputs.viewed(tensors, cut) if is_view else self.outputs.copied(tensors, cut)
 
     def close(self) -> None:
         self.graph.close()

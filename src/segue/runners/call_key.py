@@ -1,6 +1,6 @@
 """The key of a call: everything that decides which recording may answer it.
 
-Structure of the arguments; each tensor's shape, dtype, device and stride order; which arguments are one tensor; every
+Structure of the arguments; each tensor's shape, dtype, device and strides; which arguments are one tensor; every
 plain value by type and value; the modes that select kernels. Never an `id`: a plain value must say by itself whether it
 equals another, otherwise the call has no key and runs eagerly.
 
@@ -11,7 +11,7 @@ anything else apart with `graph.tree`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, NamedTuple
@@ -28,7 +28,11 @@ _INEXACT = frozenset({float, complex})  # nan differs from itself, and 0.0 equal
 _BY_IDENTITY: Any = object.__eq__
 
 
+MOST_SPREAD = 8
 _SPARE_BYTES = 1 << 20
+
+
+_COMPILERS = ("_dynamo", "_has_dynamo")
 
 
 class Scan(NamedTuple):
@@ -59,10 +63,10 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
             if leaf.is_nested or leaf.layout is not _strided or leaf.is_quantized:
                 reason = Reason.UNHASHABLE_ARGUMENT
                 continue
-            if leaf.is_contiguous():
+            if leaf.is_contiguous() and (leaf.dim() < 4 or 1 not in leaf.shape):
                 parts.append((leaf.shape, leaf.dtype, False))
             else:
-                parts.append((leaf.shape, leaf.dtype, stride_order(leaf)))
+                parts.append((leaf.shape, leaf.dtype, layout(leaf)))
             if device is None:
                 device = leaf.device
             elif device != leaf.device:
@@ -98,40 +102,91 @@ def _are_leaves(args: tuple[Any, ...]) -> bool:
     return all([type(arg) in _LEAF_KINDS for arg in args])
 
 
-def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the outermost to the innermost, each expanded one as a negative number."""
-    strides, sizes = tensor.stride(), tensor.shape
-    order = sorted(range(len(strides)), key=lambda d: (-strides[d], -sizes[d]))
-    return tuple([-1 - d if strides[d] == 0 and sizes[d] > 1 else d for d in order])
+def layout(tensor: torch.Tensor) -> Any:
+    """False where the elements lie in the ordinary order without gaps, otherwise the strides of all dimensions but single
+    ones, and of images, whose single dimensions leave that open, whether kernels take them for channels-last."""
+    strides, shape = tensor.stride(), tensor.shape
+    is_last = len(shape) in (4, 5) and 1 in shape and _is_channels_last(strides, shape)
+    if tensor.is_contiguous() and not is_last:
+        return False
+    return (*[s if n != 1 else 0 for s, n in zip(strides, shape)], is_last)
 
 
-def static_strides(tensor: torch.Tensor, order: Any) -> tuple[int, ...]:
-    """Strides of a buffer that stands for a tensor: its own, where that is possible and not wasteful, so that kernels see
-    what they see in eager; otherwise without gaps."""
-    size = tuple(tensor.shape)
-    if order is False or min(order) < 0 or extent(tensor) > 2 * tensor.nbytes + _SPARE_BYTES:
-        return dense_strides(size, order)
+def _is_channels_last(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """As torch tells it, for the formats of results (c10/core/MemoryFormat.h, torch 2.11)."""
+    least = 0
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if not shape[dim] or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * shape[dim]
+    return True
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may be one, as where a dimension is expanded."""
+    if tensor.is_contiguous():
+        return False
     inner = 1
-    for dim in reversed(order):
-        if tensor.stride(dim) < inner and size[dim] > 1:  # it overlaps itself
-            return dense_strides(size, order)
-        inner = tensor.stride(dim) * size[dim]
-    return tensor.stride()
+    for stride, size in sorted([(s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1]):
+        if stride < inner:
+            return True
+        inner += stride * (size - 1)
+    return False
 
 
-def dense_strides(size: tuple[int, ...], order: Any) -> tuple[int, ...]:
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether a buffer of the tensor's layout would be mostly gaps, and more than a MiB."""
+    return extent(tensor) > MOST_SPREAD * tensor.nbytes + _SPARE_BYTES
+
+
+def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same elements that can be copied from and into: without the expanded dimensions, and where that is
+    not enough, all memory from the first to the last element."""
+    if not overlaps_itself(tensor):
+        return tensor
+    shape, strides = zip(*[(n, s) for n, s in zip(tensor.shape, tensor.stride()) if s]) if any(tensor.stride()) else ((), ())
+    once = tensor.as_strided(shape, strides)
+    return tensor.as_strided((extent(tensor) // tensor.itemsize,), (1,)) if overlaps_itself(once) else once
+
+
+def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the outermost to the innermost."""
+    strides, sizes = tensor.stride(), tensor.shape
+    return tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], -sizes[d])))
+
+
+def dense_strides(size: Sequence[int], order: Any) -> tuple[int, ...]:
     """Strides of a tensor without gaps whose dimensions lie in `order`; False for the ordinary order."""
-    dims = range(len(size)) if order is False else [-1 - d if d < 0 else d for d in order]
     strides, step = [0] * len(size), 1
-    for dim in reversed(dims):
+    for dim in reversed(range(len(size)) if order is False else order):
         strides[dim] = step
         step *= max(size[dim], 1)
     return tuple(strides)
 
 
-def aliases(tensors: list[torch.Tensor]) -> Any:
-    """None where no two share memory. Otherwise for each tensor the place of the first one that is the same, and True at
-    the end where some overlap without being the same."""
+def facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """What of tensors is not data, and a replay would leave as it is."""
+    return [
+        (
+            (t.data_ptr(), t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg(), t.requires_grad),
+            None if t.grad_fn is not None else id(t.grad),
+            [(name, id(value)) for name, value in vars(t).items() if not name.startswith(_COMPILERS)],
+        )
+        for t in tensors
+    ]
+
+
+class Alias(NamedTuple):
+    """Which arguments share memory: for each the place of the first one that lies as it does, and of the first one that is
+    the same object; and whether some overlap without lying alike."""
+
+    firsts: tuple[int, ...]
+    objects: tuple[int, ...]
+    overlaps: bool
+
+
+def aliases(tensors: list[torch.Tensor]) -> Alias | None:
+    """None where no two share memory."""
     end = 0
     for start, nbytes in sorted([(t.data_ptr(), t.nbytes if t.is_contiguous() else extent(t)) for t in tensors]):
         if start < end and nbytes:
@@ -140,14 +195,15 @@ def aliases(tensors: list[torch.Tensor]) -> Any:
     return None
 
 
-def _alias_groups(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    firsts: dict[Any, int] = {}
-    first = [
-        firsts.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else i, i) for i, t in enumerate(tensors)
+def _alias_groups(tensors: list[torch.Tensor]) -> Alias:
+    seen: dict[Any, int] = {}
+    firsts = [
+        seen.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else i, i) for i, t in enumerate(tensors)
     ]
-    distinct = sorted([(t.data_ptr(), extent(t)) for i, t in enumerate(tensors) if first[i] == i and t.numel()])
+    objects = [seen.setdefault(id(t), i) for i, t in enumerate(tensors)]
+    distinct = sorted([(t.data_ptr(), extent(t)) for i, t in enumerate(tensors) if firsts[i] == i and t.numel()])
     overlaps = any(a + n > b for (a, n), (b, _) in pairwise(distinct))
-    return (*first, overlaps)
+    return Alias(tuple(firsts), tuple(objects), overlaps)
 
 
 def extent(tensor: torch.Tensor) -> int:

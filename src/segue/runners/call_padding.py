@@ -18,7 +18,7 @@ import torch
 from segue.errors import ConfigError
 from segue.graph.tree import flatten
 from segue.observe.decision import Reason
-from segue.runners.call_key import Scan
+from segue.runners.call_key import Scan, stride_order
 from segue.shapes import ladder as ladders
 from segue.shapes.key import ShapeKey
 
@@ -150,9 +150,10 @@ def padded_key(call: Scan, padded: Padded) -> Any:
     """The key with padded shapes in place of the live ones."""
     structure, parts, alias, device, modes = call.key
     replaced = list(parts)
-    for place, shape in zip(call.places, padded.shapes, strict=True):
+    for tensor, place, shape in zip(call.tensors, call.places, padded.shapes, strict=True):
         if shape is not None:
-            replaced[place] = (shape, *parts[place][1:], "padded")
+            order = False if tensor.is_contiguous() else stride_order(tensor)
+            replaced[place] = (shape, tensor.dtype, order, "padded")
     return structure, tuple(replaced), alias, device, modes
 
 

@@ -26,11 +26,11 @@ from segue.graph.breaks import lane_holder, running_body
 from segue.graph.guard import CaptureInterrupted, interruption, is_lent
 from segue.graph.lease import Cut, Lease
 from segue.observe.decision import Reason
-from segue.runners.admission import CHANGED_CONTAINER, Admission, admit, keeps_arguments
+from segue.runners.admission import CHANGED_ARGUMENT, Admission, admit, keeps_arguments
 from segue.runners.background import Background
 from segue.runners.call_dispatch import CallDispatch, Site, plainly_because
 from segue.runners.call_graph import Tensors
-from segue.runners.call_key import Scan
+from segue.runners.call_key import Scan, facts
 from segue.runners.call_padding import Padded, cut
 from segue.runners.call_store import Entry
 from segue.runners.verification import unverifiable, verify
@@ -167,19 +167,22 @@ class CallRunner:
                 return self._verified(site, entry, tensors, args, kwargs, cut_rows)
             if graph.has_breaks:
                 token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
-            graph.run(tensors, args, kwargs)
+            outputs = self.options.outputs
+            if self.options.inference and torch.is_grad_enabled():  # as the pass itself
+                with torch.no_grad():
+                    result = graph.answer(tensors, args, kwargs, cut_rows, is_view=outputs != "clone")
+            else:
+                result = graph.answer(tensors, args, kwargs, cut_rows, is_view=outputs != "clone")
             if graph.has_breaks and not graph.audit.holds():
                 site.store.drop(entry, Reason.REBOUND)
                 entry.note_rebound()
                 raise BreakStateError(_STATE.format(name=self.name, what=graph.audit.change()))
-            outputs = self.options.outputs
             if outputs == "clone":
-                return graph.outputs.copied(tensors, cut_rows)
-            view = graph.outputs.viewed(tensors, cut_rows)
+                return result
             if outputs == "view":
                 generation = lane.generation
-                return Lease(view, lambda: lane.generation == generation, site.readers.append)
-            return outputs(view)
+                return Lease(result, lambda: lane.generation == generation, site.readers.append)
+            return outputs(result)
         finally:
             if token is not None and holder is not None:
                 plainly_because.reset(token)
@@ -216,10 +219,11 @@ class CallRunner:
             if admission is Reason.LANE_BUSY:
                 return self._plain(Reason.LANE_BUSY, "", args, kwargs)
             return self._answer(admission.output)
+        is_first, known = not entry.seen, [] if entry.seen else facts(call.tensors)
         with site.store.filling_caches():
             result = self._plain(reason, detail, args, kwargs)
-        if not entry.seen and not keeps_arguments(call, args, kwargs):
-            entry.refuse(Reason.UNSAFE_EFFECTS, CHANGED_CONTAINER)
+        if is_first and not (keeps_arguments(call, args, kwargs) and facts(call.tensors) == known):
+            entry.refuse(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
         entry.seen += 1
         return result
 
@@ -329,7 +333,8 @@ class CallRunner:
             with running_body():
                 return self.run(*args, **kwargs)
 
-        answer, difference = verify(entry.graph, tensors, args, kwargs, eager, cut_rows)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.options.inference):
+            answer, difference = verify(entry.graph, tensors, args, kwargs, eager, cut_rows)
         entry.verified += 1
         if difference:
             site.store.drop(entry, Reason.MISMATCH)

@@ -17,6 +17,7 @@ from segue.graph.lease import Cut
 from segue.graph.state import generator_states, set_generator_states, whole_storage
 from segue.graph.tree import flatten, same_value
 from segue.runners.call_graph import CallGraph, Tensors
+from segue.runners.call_key import without_overlap
 
 MAX_BYTES = 256 << 20
 
@@ -41,12 +42,12 @@ def verify(
     cut: Cut | None,
 ) -> tuple[Any, str]:
     """Eager's answer, and how the replay differed: empty where it did not. Hold the lane."""
-    state = [*map(whole_storage, graph.outside_written.values()), *(t for i, t in enumerate(tensors) if i in graph.written)]
+    state = [*map(whole_storage, graph.outside_written.values()), *(without_overlap(tensors[i]) for i in graph.written)]
     saved = [t.clone() for t in state]
     device = graph.static.device
     generators = generator_states(device)
-    graph.run(tensors, args, kwargs)
-    replayed = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(graph.result(tensors, cut))[0]]
+    result = graph.answer(tensors, args, kwargs, cut)
+    replayed = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(result)[0]]
     after = [t.clone() for t in state]
     with torch.no_grad():
         for tensor, value in zip(state, saved, strict=True):
