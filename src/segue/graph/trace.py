@@ -212,7 +212,7 @@ class _TraceMode(OperationMode):
         outs = [geometry(t) for t in op.declared(args, kwargs)] if op.has_out else None
         key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
         try:
-            result = self._run(op, args, kwargs)
+            result = self._drawing(op, args, kwargs) if op.is_random else op.overload(*args, **kwargs)
         except Exception as error:
             if self._device.traces_shapes:  # where nothing runs in a capture, it would not be raised there
                 trace.refusal = trace.refusal or _caught(op, error, location)
@@ -264,10 +264,6 @@ class _TraceMode(OperationMode):
         stream = self._device.current_stream()
         if stream != self._main:
             self._side[stream] = None
-
-    def _run(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        may_draw = op.is_random and not self._trace.draws_random
-        return self._drawing(op, args, kwargs) if may_draw else op.overload(*args, **kwargs)
 
     def _drawing(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tag covers operations that may draw; whether this call drew shows in the generator."""
