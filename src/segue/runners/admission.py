@@ -9,7 +9,6 @@ returned with its reason, and what the second run of the body changed in Python 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from segue._compat import storage_handle
 from segue.backends import Backend
@@ -114,7 +114,7 @@ def admit(
         output, trace = backend.trace(lambda: function(*called, **named))
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
     static.uncounted = {i for i in written if versions[i] is not None and _version(inputs[i]) == versions[i]}
-    returned = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
+    returned = [TensorWeakRef(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
     _hand_over(backend.lane, output)
     is_kept = facts(inputs) == known
     if not is_live:
