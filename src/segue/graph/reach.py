@@ -50,7 +50,9 @@ CODE = (type(None), FunctionType, MethodType, functools.partial, *_BUILTINS, *_V
 _STRUCTURE = (torch.Tensor, torch.nn.Module, *CODE)
 _WRAPPER = "segue.runners.callable"
 _BREAKS = "segue.graph.breaks"
-_LIBRARIES = frozenset({"torch", "builtins", "segue", "threading", "logging", "collections", "functools"})
+_LIBRARIES = frozenset({
+    "torch", "builtins", "segue", "threading", "logging", "collections", "functools", "numpy", "_pytest", "hypothesis",
+})  # fmt: skip
 """packages whose code names nothing of the user's"""
 _HOLDERS = frozenset({"torch.distributions", "torch.optim", "torch.nn", "collections", "functools"})
 """among them those whose objects hold what is the user's"""
