@@ -17,7 +17,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
-from segue._compat import read_while_compiling
+from segue._compat import never_compiled, read_while_compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -155,18 +155,19 @@ def _mark(
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_splitting():
             return getattr(stand_ins, name_of_stand_in())(args, kwargs)
-        handler = _handler.get()
-        if handler is None:
-            return function(*args, **kwargs)
-        return handler.on_break(mark, args, kwargs)
+        return met(mark, args, kwargs)
 
     return call
 
 
+@never_compiled
 def met(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of the marked function, as calling it would be."""
     handler = _handler.get()
     return mark.function(*args, **kwargs) if handler is None else handler.on_break(mark, args, kwargs)
+
+
+met._torchdynamo_disable = True  # type: ignore[attr-defined]  # nor inlined into what a caller compiles: it splits there
 
 
 def _name(function: Callable[..., Any]) -> str:

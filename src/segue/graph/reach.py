@@ -10,6 +10,7 @@ behind other paths is not seen (docs/safety.md).
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import sys
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+_GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _MAX_DEPTH = 12
 _MAX_CODE_DEPTH = 4
 """how far functions, and the classes of objects, are followed to the globals that they name"""
@@ -210,18 +212,27 @@ class Reach:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if cell != _EMPTY_CELL:
                 self._link(Cell(cell), None, cell.cell_contents, depth, parent, name)
-        self._visit_names(function.__globals__, _global_names(function.__code__), depth, parent, "")
+        found = _names(function.__code__)
+        self._visit_names(function.__globals__, found.globals, found.all, depth, parent, "")
         for part in (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)):
             self._follow(part, depth, parent, function.__name__)
 
-    def _visit_names(self, space: dict[str, Any], names: tuple[str, ...], depth: int, parent: int | None, path: str) -> None:
-        """What code that names these reads of a module's globals, and of modules that it finds there."""
+    def _visit_names(
+        self,
+        space: dict[str, Any],
+        names: tuple[str, ...],
+        inner: tuple[str, ...],
+        depth: int,
+        parent: int | None,
+        path: str,
+    ) -> None:
+        """What code that names these reads of a module's globals, and by `inner` names of modules that it finds there."""
         for name in names:
             if name in space:
                 value, found = space[name], f"{path}{name}"
                 self._link(space, name, value, depth, parent, found)
                 if isinstance(value, ModuleType) and path.count(".") < _MAX_MODULE_DEPTH and _is_searched(value):
-                    self._visit_names(vars(value), names, depth, parent, f"{found}.")
+                    self._visit_names(vars(value), inner, inner, depth, parent, f"{found}.")
 
     def _visit_items(self, container: Any, items: Mapping[Any, Any], depth: int, parent: int | None, label: str) -> None:
         if len(items) <= _MAX_ITEMS:
@@ -274,10 +285,20 @@ def _function_of(value: Any) -> Any:
 _EMPTY_CELL = CellType()
 
 
+class _Names(NamedTuple):
+    """What code names: globals, and attributes as well."""
+
+    globals: tuple[str, ...]
+    all: tuple[str, ...]
+
+
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    names = dict.fromkeys(code.co_names)
+def _names(code: CodeType) -> _Names:
+    of_globals = {i.argval: None for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
+    of_all = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names.update(dict.fromkeys(_global_names(constant)))
-    return tuple(names)
+            inner = _names(constant)
+            of_globals.update(dict.fromkeys(inner.globals))
+            of_all.update(dict.fromkeys(inner.all))
+    return _Names(tuple(of_globals), tuple(of_all))

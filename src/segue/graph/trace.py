@@ -288,6 +288,10 @@ class _TraceHandler:
         location = user_line() if watch is not None else None
         streams = watch.take_streams() if watch is not None else ()
         leaves, spec = flatten((args, kwargs))
+        if spec.is_leaf:
+            self._trace.refusal = _holds_itself(mark, location)
+            with handling(None), running_body():
+                return mark.function(*args, **kwargs)
         noting: AbstractContextManager[list[Any]] = nullcontext([])
         if watch is not None:
             noting = noting_streams(self._device)
@@ -322,9 +326,20 @@ def _caught(op: Operation, error: Exception, location: Location | None) -> Captu
     )
 
 
+def _holds_itself(mark: Mark, location: Location | None) -> CaptureError:
+    return CaptureError(
+        f"break {mark.name} takes or returns a container that holds itself, or is nested too deeply to be taken apart: "
+        "pass its parts",
+        operation=mark.name,
+        location=describe_line(location),
+    )
+
+
 def _refusal(mark: Mark, location: Location | None, leaves: tuple[Any, ...]) -> CaptureError | None:
     """Why a break with these arguments and results cannot be recorded, if so."""
     for leaf in leaves:
+        if type(leaf) in (list, dict, tuple):
+            return _holds_itself(mark, location)
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             layout = str(leaf.layout).removeprefix("torch.")
             return CaptureError(

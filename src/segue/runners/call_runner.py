@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from segue._compat import has_function_modes
-from segue.errors import BreakStateError, StrictModeError
+from segue.errors import BreakOutputError, BreakStateError, StrictModeError
 from segue.graph import Call, calling, eager_on_graph
 from segue.graph.breaks import lane_holder, running_body
 from segue.graph.guard import CaptureInterrupted, interruption, is_lent
@@ -183,6 +183,10 @@ class CallRunner:
                 generation = lane.generation
                 return Lease(result, lambda: lane.generation == generation, site.readers.append)
             return outputs(result)
+        except BreakOutputError as error:  # its body answers otherwise than in the trace, and may do so again
+            site.store.drop(entry, Reason.CAPTURE_FAILED)
+            entry.refuse(Reason.CAPTURE_FAILED, str(error))
+            raise
         finally:
             if token is not None and holder is not None:
                 plainly_because.reset(token)

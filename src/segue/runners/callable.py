@@ -45,6 +45,8 @@ class GraphedCallable:
             self._unbound = unbound
         if not isinstance(function, torch.nn.Module):
             functools.update_wrapper(self, function, updated=())
+            if getattr(function, "__isabstractmethod__", False):
+                vars(self)["__isabstractmethod__"] = True
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
