@@ -386,13 +386,13 @@ def expect_break(trace: Trace, index: int, mark: Mark, arguments: Spec) -> Break
                 location=describe_line(note.location),
             )
         return note
-    expected = "no further break" if note is None else f"{note.mark.name}{note.arguments!r}"
+    expected = "no further break" if note is None else f"{note.mark.name} with {note.arguments!r}"
     is_redefined = note is not None and note.mark is not mark and note.mark.name == mark.name
     advice = "a function marked inside the forward pass is a new break at every call: mark it outside"
     if not is_redefined:
         advice = "the order of eager breaks must not depend on anything but the captured shape"
     raise TraceMismatchError(
-        f"break {index} of this capture is {mark.name}{arguments!r}, where the warm-up met {expected}: {advice}",
+        f"break {index} of this capture is {mark.name} with {arguments!r}, where the warm-up met {expected}: {advice}",
         operation=mark.name,
         location=describe_line(user_line()),
     )
