@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from segue.device import Device, get_device
 from segue.memory.lane import Lane
@@ -16,6 +17,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Device:
     return get_device(request.param)
+
+
+@pytest.fixture
+def new(device: Device) -> Callable[..., torch.Tensor]:
+    """Makes random tensors of the sizes that it is given, on the device."""
+    return lambda *size: torch.randn(*size, device=device.device)
 
 
 @pytest.fixture

@@ -22,11 +22,6 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def new(device: Device) -> Any:
-    return lambda *size: torch.randn(*size, device=device.device)
-
-
 class Deep(torch.nn.Module):
     """More tensors than are asked one by one."""
 

@@ -27,11 +27,6 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def new(device: Device) -> Any:
-    return lambda *size: torch.randn(*size, device=device.device)
-
-
 def calls(new: Any, *sizes: tuple[int, ...], n: int = 5) -> list[Any]:
     return [(tuple(new(*size) for size in sizes), {}) for _ in range(n)]
 

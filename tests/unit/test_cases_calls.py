@@ -27,11 +27,6 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def new(device: Device) -> Any:
-    return lambda *size: torch.randn(*size, device=device.device)
-
-
 def mlp(device: Device, width: int = 4) -> torch.nn.Module:
     layers = [torch.nn.Linear(width, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, width)]
     return torch.nn.Sequential(*layers).to(device.device)

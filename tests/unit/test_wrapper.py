@@ -18,18 +18,12 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import segue
 from call_support import check_calls, eager_reasons, same
-from segue.device import Device
 
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def new(device: Device) -> Any:
-    return lambda *size: torch.randn(*size, device=device.device)
 
 
 def calls(new: Any, *sizes: tuple[int, ...], n: int = 4) -> list[Any]:
