@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +112,43 @@ def test_f9_a_lease_is_read_late_on_its_own_stream_and_on_a_named_one() -> None:
         torch.cuda.synchronize()
         for got, x in ((late, inputs[0]), (later, inputs[0]), (second, inputs[1])):
             same(got, model(x))
+
+
+# -- results of a pass that ran on the lane's stream -----------------------------------------------------------------------
+
+
+def test_results_that_are_lazily_conjugated_are_handed_over_without_harm() -> None:
+    """Each shape's trace hands its results to the caller's stream; a heap that was harmed ends the process."""
+    lines = (
+        "import torch, segue",
+        "step = segue.graph(lambda x: (x.conj(), x.conj().imag, x * 2))",
+        "with torch.no_grad():",
+        "    for size in range(1, 200):",
+        "        for _ in range(3):",
+        "            x = torch.randn(size, dtype=torch.complex64, device='cuda')",
+        "            a, b, c = step(x)",
+        "            assert torch.equal(a, x.conj()) and torch.equal(b, -x.imag) and torch.equal(c, x * 2)",
+        "print(step.report().captures)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, int(done.stdout or 0)) == (0, 199), (done.returncode, done.stdout, done.stderr[-2000:])
+
+
+SPARSE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "coo": lambda x: torch.sparse_coo_tensor(torch.arange(3, device="cuda")[None], x, (5,)),
+    "csr": lambda x: torch.sparse_csr_tensor(
+        torch.tensor([0, 2, 3], device="cuda"), torch.arange(3, device="cuda"), x, (2, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_result_is_eagers(layout: str) -> None:
+    step = segue.graph(SPARSE[layout])
+    for _ in range(4):
+        x = torch.randn(3, device="cuda")
+        got, expected = step(x), SPARSE[layout](x)
+        assert got.layout == expected.layout and torch.equal(got.to_dense(), expected.to_dense())
 
 
 # -- F15: host memory that a recording might read again -------------------------------------------------------------------

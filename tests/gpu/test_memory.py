@@ -193,7 +193,8 @@ def test_each_ceiling_is_measured_in_a_process_of_its_own(tmp_path: Path) -> Non
     for part in ("driver", "pool", "resident", "reserved", "held"):
         assert abs(readings["all"][512][part] - readings["last"][512][part]) <= 2 * MIB, part
     for reading in readings["all"].values():
-        assert reading["held"] >= reading["peak"] - 4 * MIB and reading["mixed"] is not None, reading
+        assert reading["reserved"] + reading["held"] >= reading["resident"] + reading["peak"], reading
+        assert reading["mixed"] is not None
 
 
 def test_a_process_that_fails_is_one_line_and_status_1() -> None:

@@ -30,7 +30,7 @@ from segue.graph.effects import BodyEffects, HostState, hooks
 from segue.graph.lease import Outputs, as_returned
 from segue.graph.modes import kernel_modes
 from segue.graph.reach import Reach, is_marked
-from segue.graph.state import default_generator
+from segue.graph.state import default_generator, whole_storage
 from segue.graph.tree import flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
@@ -377,4 +377,5 @@ def _hand_over(lane: Lane, output: Any) -> None:
         return
     for leaf in flatten(output)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-            leaf.record_stream(stream)
+            # Of its plain memory: torch frees what it makes of a lazily conjugated or negated tensor here twice.
+            (whole_storage(leaf) if leaf.is_conj() or leaf.is_neg() else leaf).record_stream(stream)
