@@ -117,22 +117,22 @@ def test_padding_of_tokens_and_of_slots_on_cpu(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_matrix_of_modes_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "matrix.json"
-    job = ("--decode", "1,2", "--prefill", "8", "--context", "5", "--calls", "5", "--arms", "disabled,full,breakable")
-    assert bench("matrix", "--device", "cpu", *job, "--json", str(file)) == 0
-    captured = capsys.readouterr()
-    assert max(map(len, captured.out.splitlines())) <= 120 and "compile on x graphs off: " in captured.err
+    file, arms = tmp_path / "matrix.json", ("disabled", "compiled", "full", "breakable", "tc_piecewise")
+    assert bench("matrix", "--device", "cpu", "--decode", "1,2", "--prefill", "8", "--context", "5", "--calls", "5",
+                 "--json", str(file)) == 0  # fmt: skip
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 120 and "compiled: the pieces of tc_piecewise" in printed
     result = json.loads(file.read_text())
-    assert [(a["arm"], a["shapes"]) for a in result["arms"]] == [("disabled", 0), ("full", 3), ("breakable", 3)]
+    engines = [("disabled", 0), ("tc_piecewise", 3), ("full", 3), ("breakable", 3)]
+    assert [(a["arm"], a["shapes"]) for a in result["arms"]] == engines
     assert all(set(arm["resolved"].values()) == {arm["arm"]} for arm in result["arms"])
     rows = result["rows"]
-    cells = [
-        (p, n, arm) for p, n in (("decode", 1), ("decode", 2), ("prefill", 8)) for arm in ("disabled", "full", "breakable")
-    ]
+    cells = [(p, n, arm) for p, n in (("decode", 1), ("decode", 2), ("prefill", 8)) for arm in arms]
     assert [(r["phase"], r["rung"], r["arm"]) for r in rows] == cells
     for row in rows:
-        assert row["graphs"] == (row["arm"] != "disabled") == (row["pool_bytes"] > 0) and not row["compile"]
-        assert row["reason"] == (None if row["graphs"] else "disabled") and row["device_s"] is None
+        assert row["compile"] == (row["arm"] in ("compiled", "tc_piecewise")) and row["device_s"] is None
+        assert row["graphs"] == (row["arm"] not in ("disabled", "compiled")) == (row["pool_bytes"] > 0)
+        assert row["reason"] == ("disabled" if row["arm"] == "disabled" else None)
         latency, samples = row["latency_s"], sorted(row["samples_s"])
         assert [latency["p50"], latency["p90"], latency["p99"]] == [samples[2], samples[4], samples[4]] and len(samples) == 5
         assert 0 < row["submit_s"] <= latency["p50"]

@@ -6,10 +6,14 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from segue import config as c
+from segue.backends.piecewise import PiecewiseBackend
 from segue.errors import CaptureError
 from segue.llm import Engine, EngineConfig, SamplingParams
+from segue.llm.bench.decode import decode_batch
+from segue.llm.bench.prefill import prefill_batch
 
 pytest.importorskip("transformers")
 from llm_support import FAMILIES, greedy, prompt_of, tiny_model
@@ -47,6 +51,24 @@ def test_the_text_is_that_of_transformers_in_both_phases(family: str, fuse: bool
         programs = [runner.backend.build.programs for runner in engine.runners]  # type: ignore[attr-defined]
         assert programs == [1, 1]  # one for all rungs of a phase
     assert "compiler  auto -> eager" in engine.resolved.explain()
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=[pytest.mark.compiler, pytest.mark.slow])])
+def test_pieces_that_run_unrecorded_answer_as_the_eager_pass_does(compiler: str) -> None:
+    with engine_of(tiny_model(), compiler=compiler) as engine, torch.inference_mode():
+        for runner, host in (
+            (engine.decode, decode_batch(3, 5)),
+            (engine.prefill, prefill_batch(7)),
+            (engine.decode, decode_batch(2, 9)),
+        ):
+            key = runner.decide(host).key
+            assert key is not None and isinstance(runner.backend, PiecewiseBackend)
+            expected = [t.clone() for t in runner.run_padded_eagerly(host, key)]
+            for got, value in zip(
+                runner.run_padded_eagerly(host, key, runner.backend.run_unrecorded), expected, strict=True
+            ):
+                torch.testing.assert_close(got, value)
+            assert engine.stats()["phases"][runner.phase]["replays"] == 0
 
 
 @pytest.mark.compiler

@@ -97,9 +97,7 @@ class PiecewiseBackend(RecordingBackend):
             return output
 
         with self.lane.device.on_stream(self.lane.stream):
-            if self._points and self._points[-1].has_objects:
-                self._renew(forward)
-            output = self._run(forward, watch)
+            output = self._run_anew(forward, watch)
         if found is None:  # nothing to compile, so nothing to record either
             return super().trace(forward, like)
         return output, found
@@ -118,6 +116,16 @@ class PiecewiseBackend(RecordingBackend):
             return super().record(key, forward, trace)
         found.recording.output = output
         return found
+
+    def run_unrecorded(self, forward: Forward) -> Any:
+        """Compiled pieces with their breaks between, on the current stream: what the compiler gives without graphs."""
+        return self._run_anew(forward, lambda program, inputs: program(*inputs))
+
+    def _run_anew(self, forward: Forward, action: Action) -> Any:
+        """As `_run`, for a pass that may be another shape's."""
+        if self._points and self._points[-1].has_objects:
+            self._renew(forward)
+        return self._run(forward, action)
 
     def _trace_program(self, program: Program, inputs: tuple[Any, ...], like: Trace | None) -> tuple[Any, Trace]:
         """A compiler's code is no sequence of operations, and is not watched: what it reads from outside are its inputs."""

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from segue.cli.bench.common import add_model_arguments, describe_machine, make_model, sizes_of
-from segue.cli.output import check_writable, import_torch, note, write_json
+from segue.cli.output import check_writable, import_torch, write_json
 from segue.cli.usage import UsageError, usage
 from segue.observe.report import format_bytes, format_table
 
@@ -16,7 +16,7 @@ _DEFAULTS = {"cuda": ("1,8,64", "16,128,512", 512, 100), "cpu": ("1,4", "16,64",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--arms", metavar="LIST", help="backends, such as disabled,full,breakable (all)")
+    parser.add_argument("--arms", metavar="LIST", help="backends or compiled, such as disabled,full (all)")
     parser.add_argument("--decode", metavar="LIST", help="requests of a decode step (1,8,64 on cuda)")
     parser.add_argument("--prefill", metavar="LIST", help="tokens of a prefill (16,128,512 on cuda)")
     parser.add_argument("--context", type=int, metavar="N", help="tokens before each decoded one (512 on cuda)")
@@ -50,11 +50,11 @@ def run(options: argparse.Namespace) -> int:
     headers = ["arm", "decode", "prefill", "shapes", "capture s", "graph pool", "executable graphs"]
     print(format_table(headers, [_arm_row(arm) for arm in result["arms"]]))
     headers = [
-        "phase", "rung", "compile", "graphs", "backend", "its pool", "submit us", "device ms", "p50 ms", "p90 ms", "p99 ms",
+        "phase", "rung", "compile", "graphs", "arm", "its pool", "submit us", "device ms", "p50 ms", "p90 ms", "p99 ms",
     ]  # fmt: skip
     print("\n" + format_table(headers, [_row(row) for row in result["rows"]]))
-    for cell in result["absent"]:
-        note(f"compile {_on(cell['compile'])} x graphs {_on(cell['graphs'])}: {cell['why']}")
+    if "compiled" in arms:
+        print("\ncompiled: the pieces of tc_piecewise, each step run without a recording")
     write_json(options.json, result)
     return 0
 
@@ -67,10 +67,10 @@ def _arm_row(arm: dict[str, Any]) -> list[str]:
 
 
 def _row(row: dict[str, Any]) -> list[str]:
-    backend = row["backend"] if row["reason"] in (None, "disabled") else f"eager: {row['reason']}"
+    arm = row["arm"] if row["reason"] in (None, "disabled") else f"{row['arm']}, eager: {row['reason']}"
     device = "-" if row["device_s"] is None else f"{1e3 * row['device_s']:.3f}"
     return [
-        row["phase"], str(row["rung"]), _on(row["compile"]), _on(row["graphs"]), backend, format_bytes(row["pool_bytes"]),
+        row["phase"], str(row["rung"]), _on(row["compile"]), _on(row["graphs"]), arm, format_bytes(row["pool_bytes"]),
         f"{1e6 * row['submit_s']:.0f}", device, *(f"{1e3 * seconds:.3f}" for seconds in row["latency_s"].values()),
     ]  # fmt: skip
 

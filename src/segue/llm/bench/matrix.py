@@ -3,6 +3,8 @@
 A step goes from the batch on the host to its tokens on the host. *Submission* is the host's time until all of it is queued,
 *device* the time between two events around it on the device's stream, which has its gaps in it: where both agree with the
 latency, launches bind. On cpu the host is the device, and there are no events.
+
+The arm `compiled` runs the pieces of ``tc_piecewise`` without recording them: what the compiler gives without graphs.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from segue.backends.piecewise import PiecewiseBackend
 from segue.config import BACKENDS, GraphConfig, PhaseConfig
 from segue.llm.batch import HostBatch
 from segue.llm.bench.decode import decode_batch
@@ -22,9 +25,10 @@ from segue.llm.engine import Engine
 from segue.llm.engine_config import EngineConfig
 from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
 from segue.llm.runners import BatchRunner
+from segue.llm.runners.base import StepOutput
 
-ARMS = ("disabled", *(name for name in BACKENDS if name not in ("auto", "disabled")))
-COMPILING = frozenset({"tc_piecewise"})
+_COMPILED, _COMPILING = "compiled", "tc_piecewise"
+ARMS = ("disabled", _COMPILED, *(name for name in BACKENDS if name not in ("auto", "disabled")))
 _WARMUPS = 3
 _PERCENTILES = (50, 90, 99)
 
@@ -53,7 +57,7 @@ def measure_matrix(
     with ExitStack() as stack, torch.inference_mode():
         engines: dict[str, Engine] = {}
         builds = []
-        for name in arms:
+        for name in dict.fromkeys(_COMPILING if name == _COMPILED else name for name in arms):
             begun = time.perf_counter()
             engines[name] = stack.enter_context(Engine(model, _config(device, attention, experts, name, rungs, context)))
             builds.append(_build(name, engines[name]) | {"start_s": time.perf_counter() - begun})
@@ -61,8 +65,9 @@ def measure_matrix(
         for phase, sizes in rungs.items():
             for size in sizes:
                 host = decode_batch(size, context) if phase == "decode" else prefill_batch(size)
-                rows += _rows(engines, phase, size, host, calls)
-    return {"arms": builds, "rows": rows, "context": context, "calls": calls, "absent": _absent()}
+                runners = {name: _runner(engine, phase) for name, engine in engines.items()}
+                rows += _rows([_Arm(name, runners.get(name) or runners[_COMPILING], host) for name in arms], calls)
+    return {"arms": builds, "rows": rows, "context": context, "calls": calls}
 
 
 def _config(
@@ -93,49 +98,64 @@ def _build(name: str, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _rows(engines: Mapping[str, Engine], phase: str, size: int, host: HostBatch, calls: int) -> list[dict[str, Any]]:
-    runners = {name: _runner(engine, phase) for name, engine in engines.items()}
-    taken: dict[str, list[_Step]] = {name: [] for name in engines}
+class _Arm:
+    """One way of running one batch."""
+
+    def __init__(self, name: str, runner: BatchRunner, host: HostBatch) -> None:
+        self.name, self.runner, self.host = name, runner, host
+        self.decision = runner.decide(host)
+        self.is_unrecorded = name == _COMPILED
+
+    def run(self) -> StepOutput:
+        key, backend = self.decision.key, self.runner.backend
+        if self.is_unrecorded and key is not None and isinstance(backend, PiecewiseBackend):
+            return self.runner.run_padded_eagerly(self.host, key, backend.run_unrecorded)
+        return self.runner.execute(self.host)
+
+
+def _rows(arms: Sequence[_Arm], calls: int) -> list[dict[str, Any]]:
+    taken: dict[str, list[_Step]] = {arm.name: [] for arm in arms}
     for number in range(_WARMUPS + calls):
-        for name, runner in runners.items():
-            step = _timed(runner, host)
+        for arm in arms:
+            step = _timed(arm)
             if number >= _WARMUPS:
-                taken[name].append(step)
-    return [_row(name, runners[name], phase, size, host, steps) for name, steps in taken.items()]
+                taken[arm.name].append(step)
+    return [_row(arm, taken[arm.name]) for arm in arms]
 
 
 def _runner(engine: Engine, phase: str) -> BatchRunner:
     return engine.decode if phase == "decode" else engine.prefill
 
 
-def _timed(runner: BatchRunner, host: HostBatch) -> _Step:
-    is_cuda = runner.lane.device.kind == "cuda"
+def _timed(arm: _Arm) -> _Step:
+    device = arm.runner.lane.device
+    is_cuda = device.kind == "cuda"
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_cuda else []
     if is_cuda:
-        torch.cuda.synchronize(runner.lane.device.device)
+        torch.cuda.synchronize(device.device)
     start = time.perf_counter()
     if events:
         events[0].record()
-    output = runner.execute(host)
+    output = arm.run()
     if events:
         events[1].record()
     queued = time.perf_counter()
     output.chosen.tolist()
     end = time.perf_counter()
-    device = events[0].elapsed_time(events[1]) / 1e3 if events else None
-    return _Step(queued - start, device, end - start)
+    on_device = events[0].elapsed_time(events[1]) / 1e3 if events else None
+    return _Step(queued - start, on_device, end - start)
 
 
-def _row(name: str, runner: BatchRunner, phase: str, size: int, host: HostBatch, steps: Sequence[_Step]) -> dict[str, Any]:
-    decision = runner.decide(host)
-    record = None if decision.key is None else runner.store.get(decision.key).record
+def _row(arm: _Arm, steps: Sequence[_Step]) -> dict[str, Any]:
+    decision, host = arm.decision, arm.host
+    record = None if decision.key is None or arm.is_unrecorded else arm.runner.store.get(decision.key).record
     on_device = [step.device for step in steps if step.device is not None]
     return {
-        "phase": phase,
-        "rung": size,
-        "arm": name,
+        "phase": arm.runner.phase,
+        "rung": host.num_requests if arm.runner.phase == "decode" else host.num_tokens,
+        "arm": arm.name,
         "backend": decision.backend,
-        "compile": decision.backend in COMPILING,
+        "compile": decision.backend == _COMPILING,
         "graphs": record is not None and record.segments > 0,
         "reason": None if decision.reason is None else str(decision.reason),
         "pool_bytes": 0 if record is None else max(record.pool_bytes, record.peak_bytes),
@@ -150,8 +170,3 @@ def _row(name: str, runner: BatchRunner, phase: str, size: int, host: HostBatch,
 def _percentile(values: Sequence[float], percent: int) -> float:
     """The smallest value that at least so many per cent do not exceed."""
     return sorted(values)[max(-(-len(values) * percent // 100) - 1, 0)]
-
-
-def _absent() -> list[dict[str, Any]]:
-    """Cells of the cross that nothing fills."""
-    return [{"compile": True, "graphs": False, "why": "no backend compiles without recording, except on cpu with inductor"}]

@@ -162,10 +162,12 @@ class BatchRunner(Runner[HostBatch]):
     def _can_lend(self) -> bool:
         return self._has_run_eagerly and self.lane.num_graphs > 0 and not self.lane.borrowed_bytes
 
-    def run_padded_eagerly(self, batch: HostBatch, key: ShapeKey) -> StepOutput:
-        """The batch padded to `key` exactly as a replay sees it, but run eagerly: the oracle for replays."""
+    def run_padded_eagerly(
+        self, batch: HostBatch, key: ShapeKey, run: Callable[[Forward], StepOutput] = lambda forward: forward()
+    ) -> StepOutput:
+        """The batch padded to `key` exactly as a replay sees it, but run eagerly, or by `run`: the oracle for replays."""
         with self.lane.exclusive(), calling(self._load(batch, key)):
-            return self.live_output(self.forward(key)(), batch, key)
+            return self.live_output(run(self.forward(key)), batch, key)
 
     def run_on(self, batch: ForwardBatch) -> StepOutput:
         """The model over a device batch, eagerly, with a live plan."""
