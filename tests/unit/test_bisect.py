@@ -228,3 +228,23 @@ def test_debug_forward_runs_the_python_at_each_call_so_that_nothing_is_frozen(sc
 def test_an_unknown_debug_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="forward"):
         segue.graph(lambda x: x, debug="all")
+
+
+@segue.eager_on_graph
+def add_to(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    total.add_(x)
+    return total * 1
+
+
+@pytest.mark.parametrize("debug", [None, "ops"])
+def test_what_breaks_write_into_their_arguments_is_put_back(debug: Any, device: Device) -> None:
+    total = torch.zeros(3, device=device.device)
+    step = segue.graph(lambda x: add_to(total, x * 1) + 1, debug=debug)
+    x = torch.ones(3, device=device.device)
+    with torch.no_grad():
+        for _ in range(3):
+            step(x)
+        before = total.clone()
+        assert segue.bisect(step, x) is None
+        torch.testing.assert_close(total, before, rtol=0, atol=0)
+        torch.testing.assert_close(step(x), before + 2, rtol=0, atol=0)

@@ -115,29 +115,31 @@ def test_a_change_in_a_deque_further_down_is_named() -> None:
     assert "items" in step.report().refused[0][2]
 
 
-LATE: dict[str, Callable[[Any], None]] = {
-    "attribute": lambda m: setattr(m, "state", torch.full((4,), 7.0)),
-    "buffer": lambda m: setattr(m, "kept", torch.full((4,), 7.0)),
-    "data": lambda m: setattr(m.kept, "data", torch.full((4,), 7.0)),
-    "list": lambda m: m.items.append(torch.ones(4)),
-    "dict": lambda m: m.table.update({7: 7}),
-    "training": lambda m: m.eval(),
-    "function": lambda m: setattr(m, "act", torch.cos),
+LATE: dict[str, tuple[Callable[[Any], None], str]] = {
+    "attribute": (lambda m: setattr(m, "state", torch.full((4,), 7.0)), "Late.state"),
+    "new attribute": (lambda m: setattr(m, "more", 1), "Late.more"),
+    "buffer": (lambda m: setattr(m, "kept", torch.full((4,), 7.0)), "Late.kept"),
+    "data": (lambda m: setattr(m.kept, "data", torch.full((4,), 7.0)), "where a parameter, buffer or tensor lies"),
+    "child": (lambda m: setattr(m, "child", torch.nn.Tanh()), "Late.child"),
+    "list": (lambda m: m.items.append(torch.ones(4)), "the items of Late.items"),
+    "dict": (lambda m: m.table.update({7: 7}), "the items of Late.table"),
+    "training": (lambda m: m.eval(), "Late.training"),
+    "function": (lambda m: setattr(m, "act", torch.cos), "Late.act"),
 }
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_change_at_a_later_replay_is_an_error_and_never_a_stale_result(name: str) -> None:
+def test_a_change_at_a_later_replay_is_an_error_that_names_it_and_never_a_stale_result(name: str) -> None:
     class Late(Stateful):
         def __init__(self) -> None:
             super().__init__(lambda m, x: x)
             self.act = torch.sin
-            self.change: Callable[[Any], None] | None = None
+            self.child = torch.nn.Identity()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = _late(self.act(x))
             scale = 2 if self.training else 3
-            return y * (self.kept + self.state) * (1 + len(self.items) + len(self.table)) * scale + self.act(y)
+            return y * (self.kept + self.state) * (1 + len(self.items) + len(self.table)) * scale + self.act(self.child(y))
 
     due: list[Callable[[], None]] = []
 
@@ -152,8 +154,9 @@ def test_a_change_at_a_later_replay_is_an_error_and_never_a_stale_result(name: s
     for number in range(4):
         same(step(torch.ones(4) * number), model(torch.ones(4) * number))
     assert step.report().replays == 2
-    due.append(lambda: LATE[name](model))
-    with pytest.raises(BreakStateError, match="break"):
+    change, what = LATE[name]
+    due.append(lambda: change(model))
+    with pytest.raises(BreakStateError, match=f"a break .or another thread. changed {what}"):
         step(torch.ones(4))
     for number in range(4):
         same(step(torch.ones(4) * number), model(torch.ones(4) * number))

@@ -657,6 +657,48 @@ def test_what_a_break_writes_must_be_named_to_be_verified(new: Any) -> None:
     assert "writes" in step.report().rows[0].unverified
 
 
+@segue.eager_on_graph(writes=("total",))
+def _adding(x: torch.Tensor, total: torch.Tensor, unit: int = 1) -> torch.Tensor:
+    total.add_(x * unit)
+    return total * 1
+
+
+@segue.eager_on_graph(writes=("total", "unit"))
+def _adding_by_default(x: torch.Tensor, total: torch.Tensor, unit: int = 1) -> torch.Tensor:
+    return _adding.__wrapped__(x, total, unit)  # type: ignore[attr-defined]
+
+
+WRITING: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "positional": lambda x, c: _adding(x * 1, c),
+    "keyword": lambda x, c: _adding(total=c, x=x * 1),
+    "a view": lambda x, c: _adding(x[1:] * 1, c[1:]),
+    "also read": lambda x, c: _adding(x * 1, c) + c,
+    "also written": lambda x, c: (c.mul_(1), _adding(x * 1, c), c.add_(1))[1],
+    "in a list": lambda x, c: _adding_listed([x * 1, c]),
+    "a name left to its default": lambda x, c: _adding_by_default(x * 1, c),
+}
+
+
+@segue.eager_on_graph(writes=("both",))
+def _adding_listed(both: list[torch.Tensor]) -> torch.Tensor:
+    both[1].add_(both[0])
+    return both[1] * 1
+
+
+@pytest.mark.parametrize("verify", ["every:1", "every:2", "first"])
+@pytest.mark.parametrize("name", WRITING)
+def test_what_a_break_writes_is_written_once_while_replays_are_verified(name: str, verify: str, new: Any) -> None:
+    ours = new(3).zero_()
+    theirs = ours.clone()
+    step = segue.graph(lambda x: WRITING[name](x, ours), verify=verify)
+    for _ in range(6):
+        x = new(3)
+        same(step(x), WRITING[name](x, theirs))
+        same(ours, theirs)
+    row = step.report().rows[0]
+    assert not row.unverified and row.verified >= 1 and "mismatch" not in eager_reasons(step)
+
+
 class _Held(torch.nn.Module):
     """Multiplies by whatever `held` makes of an input."""
 

@@ -220,6 +220,6 @@ class Device(ABC):
                 return self.alias(tensor)
         size, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
         if 0 in size:
-            return torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
+            return lazily_as(tensor, torch.empty_strided(size, stride, dtype=dtype, device=tensor.device))
         nbytes = tensor.nbytes if tensor.is_contiguous() else extent_bytes(dtype, size, stride)
         return lazily_as(tensor, tensor_at(data_address(tensor), nbytes, dtype, tensor.device, size, stride))

@@ -75,6 +75,7 @@ class Bindings:
         # made before what it spares is read
         self._watch = Watch(tensors, list(dicts.values()), [*modules, *objects], tables_apart, at_once=at_once)
         self._loose = loose
+        self._modules = modules
         self._attributes = [(space, dict(space)) for space in attributes]
         self._compares_attributes = compares_attributes
         self._ordered = [table for name, table in owned if name not in ("_parameters", "_buffers") and len(table) > 1]
@@ -116,6 +117,20 @@ class Bindings:
             if self._compares_attributes and not all([_is_alike(space[name], value) for name, value in before.items()]):
                 return False
         return True
+
+    def change(self) -> str | None:
+        """What a module holds otherwise than before, for people: an attribute, parameter, buffer or child by name."""
+        tables = {id(table): before for table, before in zip(self._tables, self._snapshots, strict=True)}
+        flags = {id(holder): flag for holder, flag in zip(self._flag_holders, self._flags, strict=True)}
+        for module, (space, attributes) in zip(self._modules, self._attributes, strict=True):
+            if space.get("training") is not flags.get(id(space), space.get("training")):
+                return f"{type(module).__name__}.training"
+            held = [space.get(name) for name in _TABLES]
+            for now, before in [*[(t, tables.get(id(t), {})) for t in held if isinstance(t, dict)], (space, attributes)]:
+                for name in dict.fromkeys((*before, *now)):
+                    if (name in before) != (name in now) or not _is_alike(now[name], before[name]):
+                        return f"{type(module).__name__}.{name}"
+        return None
 
 
 class Loose:
@@ -174,6 +189,8 @@ class Audit:
         trained = [m for m in reach.modules if type(m) not in _INDIFFERENT or any([vars(m).get(name) for name in HOOKS])]
         self._own, self._outlines = reach.own, list(map(_outline, reach.own))
         self._items = list(map(list, reach.own))  # held, so that no other gets the id of one
+        labels = {id(link.value): link.label for link in reach.links} if reach.own else {}
+        self._own_labels = [labels.get(id(held), f"a {type(held).__name__}") for held in reach.own]
         self._bindings = Bindings(
             reach.modules,
             reach.spaces,
@@ -206,7 +223,10 @@ class Audit:
                 return f"{label} (gone)"
             if now is not value and (not isinstance(value, _SCALARS) or repr(now) != repr(value)):
                 return label
-        return "an attribute or a container, or where a parameter, buffer or tensor lies"
+        for held, outline, label in zip(self._own, self._outlines, self._own_labels, strict=True):
+            if _outline(held) != outline:
+                return f"the items of {label}"
+        return self._bindings.change() or "where a parameter, buffer or tensor lies, or a function that is called"
 
     def grows(self) -> bool:
         """Whether sets and dicts of the callable's own count, and are as they were."""

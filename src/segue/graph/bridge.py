@@ -94,11 +94,11 @@ def note_output(spec: Spec, leaves: list[Any], arguments: Sequence[Any]) -> Outp
     notes: dict[int, Leaf] = {}
     bridges: list[int] = []
     for handle, members in _storage_groups(leaves).items():
-        is_argument = handle in owners
-        is_kept = not is_argument and _is_kept(leaves, members)
+        owner = owners.get(handle)
+        is_kept = owner is None and _is_kept(leaves, members)
         tensors = [leaves[i] for i in members]
-        if is_argument:
-            found: list[Leaf] = [_argument_note(t, owners[handle], arguments) for t in tensors]
+        if owner is not None:
+            found: list[Leaf] = [_argument_note(t, owner, arguments) for t in tensors]
         elif is_kept:
             found = [External(t.detach()) for t in tensors]
         else:
@@ -147,6 +147,19 @@ def _argument_storages(arguments: Sequence[Any]) -> dict[int, int]:
         if isinstance(leaf, torch.Tensor):
             owners.setdefault(storage_handle(leaf), index)
     return owners
+
+
+def is_alias_unseen(results: Sequence[Any], arguments: Sequence[Any]) -> bool:
+    """Whether a result lies in an argument's memory by a storage of its own, as DLPack and NumPy make them."""
+    owners = _argument_storages(arguments)
+    starts = [data_address(arguments[i]) - arguments[i].storage_offset() * arguments[i].itemsize for i in owners.values()]
+    spans = [(at, at + arguments[i].untyped_storage().nbytes()) for at, i in zip(starts, owners.values(), strict=True)]
+    return any(
+        start <= data_address(leaf) < end
+        for leaf in results
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_handle(leaf) not in owners
+        for start, end in spans
+    )
 
 
 def _argument_note(tensor: torch.Tensor, index: int, arguments: Sequence[Any]) -> Argument:
@@ -353,9 +366,11 @@ def _deliver_address(name: str, target: torch.Tensor, what: str) -> Callable[[An
 
 
 def _mismatch(name: str, expected: Any, got: Any) -> BreakOutputError:
+    found, before = _describe(got), _describe(expected)
+    before = "one with other strides, or otherwise conjugated or negated" if found == before else before
     return BreakOutputError(
-        f"break {name} returned {_describe(got)}, where its warm-up returned {_describe(expected)}: an eager break must "
-        "return the same structure, shapes, dtypes and plain values at every call"
+        f"break {name} returned {found}, where its warm-up returned {before}: an eager break must return the same "
+        "structure, shapes, dtypes and plain values at every call"
     )
 
 

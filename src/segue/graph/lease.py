@@ -41,15 +41,16 @@ class Lease:
 
     @property
     def value(self) -> Any:
-        """The output, as views of static memory.
+        """The output, as views of static memory: read none of them once the lease has ended. After `close()` that memory
+        may be unmapped.
 
         Raises:
-            LeaseError: the lane has replayed or captured since.
+            LeaseError: the lane has replayed or captured since, or was closed.
         """
         if not self._is_valid():
             raise LeaseError(
-                "this output was leased until its lane's next replay, which has happened: use it earlier, take "
-                "lease.clone(), or use outputs='clone'"
+                "this output was leased until its lane's next replay or capture, or until that is closed, which has "
+                "happened: use it earlier, take lease.clone(), or use outputs='clone'"
             )
         return self._value
 
@@ -247,7 +248,7 @@ class Outputs:
                 results.append((leaf if cut is None else cut(leaf)).clone())
         return results
 
-    def _find_groups(self, fresh: Iterable[int]) -> list[torch.Tensor]:
+    def _find_groups(self, fresh: Sequence[int]) -> list[torch.Tensor]:
         """Results that overlap get `_Member` kinds; answers with the bytes under each group."""
         spans = sorted(
             (data_address(self._leaves[i]), _extent(self._leaves[i]), i) for i in fresh if _has_memory(self._leaves[i])
@@ -261,6 +262,11 @@ class Outputs:
                 runs.append([(start, nbytes, index)])
             end = max(end, start + nbytes)
         groups: list[torch.Tensor] = []
+        for index in fresh:
+            leaf = self._leaves[index]
+            if not leaf.numel() and (leaf.is_conj() or leaf.is_neg()):  # which a clone would not be
+                self._kinds[index] = _Member(len(groups), place(leaf, 0))
+                groups.append(torch.empty(0, dtype=leaf.dtype, device=leaf.device))
         for run in runs:
             start = run[0][0]
             if len(run) == 1 and _is_simple(self._leaves[run[0][2]]):

@@ -156,7 +156,7 @@ class Reach:
             for item in tuple(value)[:_MAX_ITEMS]:
                 self._follow(item, depth, parent, label)
         elif isinstance(value, MappingProxyType) or (isinstance(value, dict) and not makes_items(value)):
-            if depth == 1:
+            if depth <= 1:
                 self.own.append(value)
             self._visit_items(value, value, depth, parent, label)
         elif isinstance(value, (list, tuple, deque)):

@@ -15,6 +15,7 @@ until the lane's next replay or capture, since nothing else writes there; whoeve
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -64,6 +65,18 @@ class Break:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that the body is called with."""
         return tensors(self._leaves)
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """Those of them that its mark says the body writes; all, where a name there tells no argument of this call."""
+        names = self.mark.writes
+        if not names:
+            return []
+        try:
+            bound = inspect.signature(self.mark.function).bind(*self._args, **self._kwargs).arguments
+        except (TypeError, ValueError):
+            return self.tensors
+        return tensors([flatten(bound[name])[0] for name in names]) if names <= bound.keys() else self.tensors
 
     def replay(self) -> None:
         with running_body():
@@ -138,6 +151,11 @@ class Recording:
     @property
     def breaks(self) -> list[Break]:
         return [step for step in self.steps if isinstance(step, Break)]
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What a replay may write: what the recording owns, and what bodies of breaks are called with."""
+        return [*self.owned, *[tensor for met in self.breaks for tensor in met.tensors]]
 
     @property
     def nodes(self) -> int | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from segue._compat import storage_handle, tensor_handle
-from segue.device.operations import Operation
+from segue.device.operations import Operation, tensors
 from segue.device.watch import OperationMode
+from segue.graph.breaks import Mark, around_bodies
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +98,8 @@ class unchanged:
 
 
 class undoing_writes(OperationMode):
-    """What operations inside write into memory, and what they draw, is undone at the end. Bodies of breaks are not seen."""
+    """What operations inside write into memory, what bodies of breaks write into their arguments, and what they draw, is
+    undone at the end. What bodies write elsewhere is not seen."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device.type)
@@ -105,19 +108,29 @@ class undoing_writes(OperationMode):
 
     def __enter__(self) -> Any:
         self._generators = generator_states(self._device)
+        self._token = around_bodies.set(self._around)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        around_bodies.reset(self._token)
         with torch.no_grad():
             for storage, copy in self._saved.values():
                 storage.copy_(copy)
         set_generator_states(self._device, self._generators)
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in op.written(args, kwargs) if op.may_write else ():
-            handle = storage_handle(tensor)
-            if handle not in self._saved and tensor.numel():
+        self._save(op.written(args, kwargs) if op.may_write else ())
+        return op.overload(*args, **kwargs)
+
+    @contextmanager
+    def _around(self, mark: Mark, leaves: list[Any]) -> Iterator[None]:
+        self._save(tensors(leaves))
+        yield
+
+    def _save(self, written: Iterable[torch.Tensor]) -> None:
+        for tensor in written:
+            handle = storage_handle(tensor) if tensor.layout is torch.strided else None
+            if handle is not None and handle not in self._saved and tensor.numel():
                 storage = whole_storage(tensor)
                 self._saved[handle] = storage, storage.clone()
-        return op.overload(*args, **kwargs)

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from segue._compat import storage_handle, storage_weakref, without_modes
+from segue._compat import data_address, storage_handle, storage_weakref, without_modes
 from segue.device import Device, ShapeMemo
 from segue.device.cpu_tape import fresh_results
 from segue.device.operations import RESIZED, Operation, geometry, is_strided, signature, tensors, touched
 from segue.device.watch import GRAD, HostReads, Location, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, around_bodies, handling, running_body
-from segue.graph.bridge import OutputNote, note_output
+from segue.graph.bridge import OutputNote, is_alias_unseen, note_output
 from segue.graph.state import Draws, default_generator
 from segue.graph.streams import join, noting_streams
 from segue.graph.tree import Spec, flatten, same_value, unflatten
@@ -217,6 +217,8 @@ class _TraceMode(OperationMode):
             if self._device.traces_shapes:  # where nothing runs in a capture, it would not be raised there
                 trace.refusal = trace.refusal or _caught(op, error, location)
             raise
+        if self._device.traces_shapes and any(t.is_quantized for t in tensors(result)):
+            trace.refusal = trace.refusal or _quantized(op, location)
         if op.is_random and any(t.device != self._device.device for t in tensors(result)):
             trace.draws_elsewhere = True
         if op.returns_fresh and is_strided(result):
@@ -297,11 +299,12 @@ class _TraceHandler:
             noting = noting_streams(self._device)
         around = around_bodies.get()
         watched = nullcontext() if around is None else around(mark, leaves)
+        lying = _lying(leaves)
         with handling(None), without_modes(HostReads), running_body():
             with watched, noting as joins:
                 results, result_spec = flatten(mark.function(*args, **kwargs))
             join(self._device, joins)
-            refusal = _refusal(mark, location, (*leaves, *results))
+            refusal = _refusal(mark, location, leaves, results, is_moved=_lying(leaves) != lying)
             if refusal is not None:
                 self._trace.refusal = refusal
                 return unflatten(result_spec, iter(results))
@@ -315,6 +318,14 @@ class _TraceHandler:
         changed = _changed_argument(spec, leaves, args, kwargs)
         self._trace.breaks.append(BreakNote(mark, spec, scalars, output, location, streams, tuple(joins), changed))
         return unflatten(result_spec, iter(results))
+
+
+def _quantized(op: Operation, location: Location | None) -> CaptureError:
+    return CaptureError(
+        f"{op.name} makes a quantized tensor ({describe_line(location)}), which a recording on the cpu device cannot hold",
+        operation=op.name,
+        location=describe_line(location),
+    )
 
 
 def _caught(op: Operation, error: Exception, location: Location | None) -> CaptureError:
@@ -335,20 +346,43 @@ def _holds_itself(mark: Mark, location: Location | None) -> CaptureError:
     )
 
 
-def _refusal(mark: Mark, location: Location | None, leaves: tuple[Any, ...]) -> CaptureError | None:
+def _lying(leaves: list[Any]) -> list[Any]:
+    """Where tensors lie, and how."""
+    strided = [t for t in leaves if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+    return [(data_address(t), t.shape, t.stride()) for t in strided]
+
+
+def _refusal(
+    mark: Mark, location: Location | None, arguments: list[Any], results: list[Any], *, is_moved: bool
+) -> CaptureError | None:
     """Why a break with these arguments and results cannot be recorded, if so."""
-    for leaf in leaves:
-        if type(leaf) in (list, dict, tuple):
-            return _holds_itself(mark, location)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-            layout = str(leaf.layout).removeprefix("torch.")
-            return CaptureError(
-                f"break {mark.name} takes or returns a {layout} tensor, which has no one memory that a recording could "
-                "fill: keep it inside the break, or pass its parts",
-                operation=mark.name,
-                location=describe_line(location),
-            )
-    return None
+    if any(type(leaf) in (list, dict, tuple) for leaf in (*arguments, *results)):
+        return _holds_itself(mark, location)
+    others = [t.layout for t in (*arguments, *results) if isinstance(t, torch.Tensor) and t.layout is not torch.strided]
+    kinds = [type(t) for t in results if isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter)]
+    if others:
+        text = (
+            f"takes or returns a {str(others[0]).removeprefix('torch.')} tensor, which has no one memory that a recording "
+            "could fill: keep it inside the break, or pass its parts"
+        )
+    elif kinds:
+        text = (
+            f"returns a {kinds[0].__name__}, a kind of tensor with operations of its own, which memory that a recording "
+            "fills is not: return plain tensors (as_subclass(torch.Tensor))"
+        )
+    elif is_moved:
+        text = (
+            "resizes an argument or puts it elsewhere (resize_, .data), which the recorded code around it would not see: "
+            "return a new tensor"
+        )
+    elif is_alias_unseen(results, arguments):
+        text = (
+            "returns the memory of an argument as another storage (through DLPack or NumPy), so that torch does not know "
+            "of it: return the argument, a view of it, or a copy"
+        )
+    else:
+        return None
+    return CaptureError(f"break {mark.name} {text}", operation=mark.name, location=describe_line(location))
 
 
 def _changed_argument(spec: Spec, before: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

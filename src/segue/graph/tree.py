@@ -19,18 +19,24 @@ from segue._compat import pytree_node
 
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, type(None)})
 """the commonest kinds of leaves, told at once"""
+_VALUES = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
 class Spec:
     """The structure around leaves. `is_leaf` for a bare leaf."""
 
-    __slots__ = ("_hash", "children", "context", "kind")
+    __slots__ = ("_hash", "children", "context", "kind", "objects")
+
+    objects: tuple[Any, ...]
+    """what is no leaf and not plainly a value either: keys of dicts, what a node registered with torch says of itself"""
 
     def __init__(self, kind: type | None, context: Any = None, children: tuple[Spec, ...] = ()) -> None:
         self.kind = kind
         self.context = context
         self.children = children
         self._hash = hash((kind, repr(context) if kind is not None else None, children))
+        inside = [child.objects for child in children if child.objects]
+        self.objects = sum(inside, _objects_in(context)) if inside else _objects_in(context)
 
     @property
     def is_leaf(self) -> bool:
@@ -44,7 +50,7 @@ class Spec:
             isinstance(other, Spec)
             and self._hash == other._hash
             and self.kind is other.kind
-            and self.context == other.context
+            and same_value(self.context, other.context)
             and self.children == other.children
         )
 
@@ -55,6 +61,19 @@ class Spec:
         if self.kind is dict or dataclasses.is_dataclass(self.kind):
             inner = [f"{name}={child}" for name, child in zip(self.context, inner, strict=True)]
         return f"{self.kind.__name__}({', '.join(inner)})"
+
+
+def _objects_in(context: Any) -> tuple[Any, ...]:
+    kind = type(context)
+    if kind in _VALUES:
+        return ()
+    if kind is dict:
+        context = (*context, *context.values())
+    elif kind not in (tuple, list):
+        return (context,)
+    if all([type(item) is str for item in context]):
+        return ()
+    return tuple([found for item in context for found in _objects_in(item)])
 
 
 LEAF = Spec(None)

@@ -31,11 +31,11 @@ from segue.graph.lease import Outputs, as_returned
 from segue.graph.modes import kernel_modes
 from segue.graph.reach import Reach, is_marked
 from segue.graph.state import default_generator, whole_storage
-from segue.graph.tree import flatten
+from segue.graph.tree import Spec, flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
 from segue.runners.call_graph import CallGraph, StaticCall
-from segue.runners.call_key import Scan, facts, is_constant
+from segue.runners.call_key import Scan, facts, inconstant
 from segue.runners.call_padding import Padded, cut
 from segue.shapes.key import ShapeKey
 
@@ -86,6 +86,7 @@ def admit(
     static = StaticCall(scan, padded)
     is_live = static.is_like(scan.tensors)
     carriers = [leaf for leaf in scan.leaves if not isinstance(leaf, torch.Tensor)]
+    carriers += scan.structure.objects if isinstance(scan.structure, Spec) else ()
     root = function if is_marked(function) else origin
     search = functools.partial(Reach, root, carriers, follows_breaks=not backend.is_segmented)
     try:
@@ -115,6 +116,7 @@ def admit(
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
     static.uncounted = {i for i in written if versions[i] is not None and _version(inputs[i]) == versions[i]}
     returned = [TensorWeakRef(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
+    opaque = inconstant(output)
     _hand_over(backend.lane, output)
     is_kept = facts(inputs) == known
     if not is_live:
@@ -126,6 +128,11 @@ def admit(
         touched.update(before.changed())
         if not is_kept or not keeps_arguments(scan, args, kwargs):
             raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
+        if opaque is not None:
+            detail = (
+                f"the result holds a {type(opaque).__name__}, which is no plain tensor, nor a value that can be compared"
+            )
+            raise _Refused(Reason.UNSAFE_EFFECTS, detail)
         _check(trace, static, scan, backend.lane, written)
         _check_carriers(carriers)
         _check_world(trace, reach, scan, starts)
@@ -217,10 +224,6 @@ def _capture(
         raise _Refused(
             Reason.ALIASED_INPUTS, "as_strided looks around an argument: pass all that it reads, without an offset"
         )
-    opaque = [type(leaf).__name__ for leaf in flatten(graph.recording.output)[0] if not is_constant(leaf)]
-    if opaque:
-        graph.close()
-        raise _Refused(Reason.UNSAFE_EFFECTS, f"the result holds a {opaque[0]}, which cannot be taken apart or compared")
     reach = search()
     admission.effects = hooks(reach)
     if graph.recording.unseen:

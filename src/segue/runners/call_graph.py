@@ -30,6 +30,10 @@ from segue.runners.call_padding import Padded
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
+_MOST_SIZES = 1024
+"""of padded calls whose views of static memory are kept, 2 KiB each"""
+
+
 class StaticCall:
     """Buffers for the tensors of one key. Owns them; normal tensors, whatever the caller's modes are."""
 
@@ -94,6 +98,8 @@ class StaticCall:
             sizes = tuple([tensors[i].shape[dim] for i, dim, _ in self._pads])
             found = self._by_size.get(sizes)
             if found is None:
+                if len(self._by_size) >= _MOST_SIZES:
+                    self._by_size.clear()
                 found = self._by_size[sizes] = self._fit(sizes)
             groups, tails = found
             for tail, fill in tails:
@@ -179,7 +185,10 @@ class CallGraph:
             reached = {storage_handle(t) for b in recording.breaks for t in b.tensors if t.layout is torch.strided}
             written = written | {i for h, i in buffers.items() if h in reached}
         self.written = sorted(written)
-        self.outside_written = {h: t for h, t in recording.written.items() if h not in buffers}
+        declared = {storage_handle(t): t for b in recording.breaks for t in b.written}
+        self.outside_written = {
+            h: t for h, t in (declared | recording.written).items() if h not in buffers and h in recording.externals
+        }
         self._counted = [t for t in recording.counted if storage_handle(t) not in buffers]
         self.difference = recording.difference
         self.breaks = recording.breaks

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from segue.graph.modes import kernel_modes
-from segue.graph.tree import flatten
+from segue.graph.tree import Spec, flatten
 from segue.observe.decision import Reason
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -56,6 +56,8 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     places: list[int] = []
     device = None
     reason: Reason | None = None
+    if type(structure) is Spec and structure.objects and not all(map(_is_plain, structure.objects)):
+        reason = Reason.UNHASHABLE_ARGUMENT
     for place, leaf in enumerate(leaves):
         kind = type(leaf)
         if kind in _TENSORS:
@@ -213,9 +215,11 @@ def extent(tensor: torch.Tensor) -> int:
     return (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) + 1) * tensor.itemsize
 
 
-def is_constant(leaf: Any) -> bool:
-    """Whether a leaf of a result is a tensor, or a value that is the same at every call of one key."""
-    return type(leaf) in _LEAF_KINDS or isinstance(leaf, torch.Tensor) or has_value(leaf)
+def inconstant(result: Any) -> Any:
+    """What of a result is neither a plain tensor nor a value that is the same at every call of one key, if anything."""
+    leaves, spec = flatten(result)
+    others = [leaf for leaf in leaves if type(leaf) not in _TENSORS or leaf.is_quantized]
+    return next((found for found in (*others, *spec.objects) if not _is_plain(found)), None)
 
 
 def _is_plain(leaf: Any) -> bool:

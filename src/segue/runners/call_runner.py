@@ -68,7 +68,7 @@ class CallRunner:
         self.run: Callable[..., Any] = dispatch.function
         if self.options.inference:
             self.run = _without_grad(dispatch.function)
-        self._recorded = self.run if self.options.debug != "forward" else _as_one_break(self.run)
+        self._recorded = self.run if self.options.debug != "forward" else _as_one_break(self.run, self.name)
         """what is recorded: in debug mode the whole call as one break"""
         self._lock = threading.Lock()
         self._background = Background(self) if self.options.capture == "background" else None
@@ -387,12 +387,12 @@ def _effects(admission: Admission) -> str:
     return "; ".join(admission.effects)
 
 
-def _as_one_break(function: Callable[..., Any]) -> Callable[..., Any]:
-    @eager_on_graph
+def _as_one_break(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return forward
+    forward.__qualname__ = name
+    return eager_on_graph(forward)
 
 
 def _without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
