@@ -1,5 +1,5 @@
-"""What decides a call without being a leaf of it: keys of dicts, contexts of registered nodes, keywords of partials; kinds of
-tensors, and memory, that a recording cannot stand for. All beside the plain function."""
+"""What decides a call without being a leaf of it (keys of dicts, contexts of registered nodes, keywords of partials), and
+kinds of tensors and memory that a recording cannot stand for. All beside the plain function."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ waits for reads queued on the stream of the call, and on those named with `recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
