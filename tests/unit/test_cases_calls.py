@@ -138,7 +138,7 @@ def test_f8_an_output_object_that_segue_cannot_take_apart_is_not_replayed_stale(
         kept.append((step(x), x * 2))
     for got, expected in kept:
         same(got.y, expected)
-    assert eager_reasons(step)["capture_failed"] == 4
+    assert eager_reasons(step)["unsafe_effects"] == 4
 
     class Note:
         def __init__(self) -> None:

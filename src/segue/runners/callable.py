@@ -131,8 +131,8 @@ class GraphedCallable:
         self._dispatch.is_frozen = True
 
     def close(self) -> None:
-        """Closes every recording and gives their memory back, that of leased outputs too: read no view of one afterwards. Later
-        calls run eagerly (`disabled`)."""
+        """Closes every recording and gives their memory back, that of leased outputs too: read no view of one afterwards.
+        Later calls run eagerly (`disabled`)."""
         self._runner.stop()
         self._dispatch.close()
 
