@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 from segue.compilers import COMPILERS, default_compiler
 from segue.errors import ConfigError, StrictModeError
 from segue.memory.sizes import parse_bytes
+from segue.observe.report import format_bytes
 from segue.shapes import ladder as ladders
 from segue.shapes.key import Phase
 
@@ -211,7 +212,7 @@ class ResolvedConfig:
 
     def explain(self) -> str:
         """One aligned line a phase, then one a choice: what start-up prints."""
-        budget = "none" if self.memory_budget_bytes is None else f"{self.memory_budget_bytes / 2**30:.2f} GiB"
+        budget = "none" if self.memory_budget_bytes is None else format_bytes(self.memory_budget_bytes)
         head = f"graphs: capture {self.capture}, strict {self.strict}, debug {self.debug}, memory budget {budget}"
         head += ", pool lent to eager passes" if self.lend_pool else ""
         phases = _aligned(_phase_cells(phase) for phase in self.phases)

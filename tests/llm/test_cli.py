@@ -170,6 +170,14 @@ def test_an_unsupported_architecture_is_a_failure(run: Run, mamba_folder: str) -
     assert "MambaForCausalLM cannot run under Segue" in result.line() and result.status == 1
 
 
+def test_a_folder_without_a_tokenizer_is_told_so(run: Run, tiny_checkpoint: Any) -> None:
+    folder = tiny_checkpoint()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    result = run("generate", "Hi", "--model", str(folder), "--device", "cpu")
+    assert "has no tokenizer.json" in result.line() and result.status == 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_gpu_is_a_failure(run: Run, tiny_chat: str) -> None:
     result = run("generate", "Hi", "--model", tiny_chat, "--device", "cuda")
@@ -320,6 +328,7 @@ def test_the_doctor_says_how_a_model_would_run(run: Run, tmp_path: Path) -> None
     assert lines == [
         "model: GraniteForCausalLM on cpu, 2 layers, float32, context 512",
         "attention: auto -> torch_sdpa (triton's kernels are for CUDA, and this is a cpu)",
+        "tokenizer: none in the folder: prompts can only be token ids",
         "fusion: off by default on cpu",
         "  norm: 5 fused",
         "  mlp: 2 fused",
@@ -422,6 +431,18 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
         ["bash", "-c", command.replace("SEGUE", entry)], capture_output=True, text=True, timeout=300, check=False,
         env=environment,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("redirection", "line"),
+    [
+        (">&-", "standard output is closed, so nothing could be printed"),
+        (">/dev/full", "the output cannot be written: No space"),
+    ],
+)
+def test_an_output_that_takes_nothing_is_a_failure(tiny_chat: str, redirection: str, line: str) -> None:
+    done = shell(f"SEGUE generate Hi --model {tiny_chat} --device cpu --max-tokens 2 {redirection}")
+    assert done.returncode == 1 and f"segue: {line}" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])

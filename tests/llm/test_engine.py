@@ -515,6 +515,7 @@ def test_closing_twice_is_closing_once_and_a_closed_engine_says_so(smollm2_token
     assert (stats["free_pages"], stats["running"], stats["waiting"]) == (stats["pages"], 0, 0)
     for call in (
         lambda: engine.generate(PROMPT, GREEDY), lambda: engine.step(), lambda: next(stream), lambda: engine.capture(),
+        lambda: engine.measure(), lambda: engine.wake(), lambda: engine.update_weights({}),
     ):  # fmt: skip
         with pytest.raises(SegueError, match="this engine is closed"):
             call()

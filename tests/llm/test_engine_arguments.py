@@ -37,6 +37,18 @@ MISTAKES: dict[str, tuple[Callable[[Engine], Any], type[Exception], str]] = {
     "chat text": (lambda e: e.chat("hello"), TypeError, "messages is a str"),  # type: ignore[arg-type]
     "chat texts": (lambda e: e.chat(["hello"]), TypeError, "each message must be a dict"),  # type: ignore[list-item]
     "a chat without roles": (lambda e: e.chat([{"text": "x"}]), TypeError, "role and content"),
+    "a set": (lambda e: e.generate({1, 2}), TypeError, "prompts is a set"),  # type: ignore[arg-type]
+    "a set in a list": (lambda e: e.generate([{1, 2}]), TypeError, "token ids .integers., not set"),
+    "a number": (lambda e: e.generate(torch.tensor(5)), TypeError, "prompts is a Tensor"),  # type: ignore[arg-type]
+    "floats": (lambda e: e.generate(torch.tensor([1.0, 2.0])), TypeError, "not torch.float32 Tensor"),  # type: ignore[arg-type]
+    "booleans": (lambda e: e.generate([True, False]), TypeError, "token ids .integers., not list"),
+    "pages": (lambda e: e.resize_cache("x"), TypeError, "num_pages is a str"),  # type: ignore[arg-type]
+    "weights": (lambda e: e.update_weights([1]), TypeError, "weights is a list"),  # type: ignore[arg-type]
+    "integers for weights": (
+        lambda e: e.update_weights({"model.norm.weight": torch.ones(32, dtype=torch.int64)}),
+        ValueError,
+        "torch.int64",
+    ),
     "a config": (lambda e: Engine(tiny_model(), {"device": "cpu"}), TypeError, "config is a dict"),  # type: ignore[arg-type]
     "no source": (lambda e: Engine(None, OFF), TypeError, "source is None"),
     "a module": (lambda e: Engine(torch.nn.Linear(2, 2), OFF), TypeError, "source is a Linear"),

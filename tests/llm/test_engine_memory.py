@@ -14,7 +14,7 @@ import torch
 from segue import GraphConfig
 from segue.config import PhaseConfig
 from segue.device import get_device
-from segue.errors import ConfigError, ReplayError, SegueError
+from segue.errors import ConfigError, EscapedTensorError, ReplayError, SegueError
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.runners import BatchRunner
 
@@ -364,6 +364,23 @@ def test_a_module_that_is_changed_after_start_up_is_recorded_anew(fuse: bool, ch
     with engine_of(oracle, fuse=False) as engine:
         expected = engine.generate([prompt_of(9)], params)[0]
     assert got.token_ids == expected.token_ids != before.token_ids
+
+
+def test_a_capture_that_fails_after_start_up_is_tried_again_at_the_next_step() -> None:
+    model, kept = tiny_model(), list[torch.Tensor]()
+    with engine_of(model) as engine:
+        expected = tokens(engine)
+        hook = model.model.norm.register_forward_hook(lambda module, args, out: kept.append(out))
+        for _ in range(2):
+            with pytest.raises(EscapedTensorError):
+                tokens(engine)
+        hook.remove()
+        kept.clear()
+        before = engine.stats()["phases"]
+        assert tokens(engine) == expected and engine.stats()["recaptures"] == 1
+        after = engine.stats()["phases"]
+        assert all(after[name]["eager"] == before[name]["eager"] for name in after)
+        assert after["decode"]["replays"] > before["decode"]["replays"]
 
 
 # -- lending the pool --------------------------------------------------------------------------------------------------

@@ -66,6 +66,24 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         make_folder(tmp_path / "file" / "m", fill_slowly)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder in which nobody can make files")
+def test_a_folder_without_room_for_a_lock_is_no_endless_wait() -> None:
+    with pytest.raises(ConfigError, match="SEGUE_CACHE"):
+        make_folder(Path("/proc/m"), fill_slowly)
+
+
+def test_who_waits_for_another_process_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]).acquire(); "
+        "print('held', flush=True); time.sleep(2.5)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / ".m.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        assert len(list(make_folder(tmp_path / "m", fill_slowly).iterdir())) == 200
+    assert "segue: waiting for another process that holds" in capfd.readouterr().err
+
+
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEGUE_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path

@@ -150,6 +150,16 @@ def test_damaged_configs_are_named(tiny_checkpoint: Checkpoint) -> None:
     assert "no causal LM" in refusal(folder)
 
 
+@pytest.mark.parametrize("text", ['{"eos_token_id": [5]', "[]", '{"eos_token_id": "x"}', "\x00"])
+def test_a_damaged_generation_config_is_named_for_its_end_tokens(tiny_checkpoint: Checkpoint, text: str) -> None:
+    folder = tiny_checkpoint()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5]}')
+    assert 5 in load_model(folder, device="cpu").facts.eos_token_ids
+    (folder / "generation_config.json").write_text(text)
+    message = refusal(folder)
+    assert "generation_config.json is damaged" in message or "eos_token_id = 'x'" in message
+
+
 def test_damaged_weights_are_named(tiny_checkpoint: Checkpoint) -> None:
     folder = tiny_checkpoint()
     file = folder / "model.safetensors"

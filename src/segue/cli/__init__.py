@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     with leaving_at_once():
         options = _parser().parse_args(arguments)
+    if sys.stdout is None:
+        note("segue: standard output is closed, so nothing could be printed")
+        return 1
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what the terminal cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -61,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             note(traceback.format_exc().rstrip())
         text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            text = f"the output cannot be written: {error.strerror}"
         note(f"segue: {name_options(text, vars(options))}")
         return 2 if isinstance(error, UsageError) else 1
 

@@ -78,6 +78,8 @@ def _model(source: str, device_name: str) -> list[Finding]:
         Finding("model", "ok", f"{facts.architecture} on {device}, {size}"),
         Finding("attention", "ok", attention),
     ]
+    if loaded.tokenizer is None:
+        found.append(Finding("tokenizer", "optional", "none in the folder: prompts can only be token ids"))
     if loaded.experts is not None:
         found.append(Finding("experts", "ok", loaded.experts.explain().removeprefix("experts: ")))
     found.append(Finding("fusion", "ok", default))

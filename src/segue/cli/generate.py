@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from segue.cli.output import check_writable, import_torch, is_terminal, note, progress_bar, write_json
 from segue.cli.usage import UsageError, usage
@@ -21,6 +21,8 @@ HELP = "generate text from a checkpoint, and show which graphs did it"
 _ATTENTION = ("auto", "torch_sdpa", "triton", "flashinfer", "fa4")
 _EXPERTS = ("auto", "grouped_mm", "batched_mm", "segue", "by_rows")
 _DECODE = ("auto", "full", "breakable", "tc_piecewise", "disabled")
+N = TypeVar("N", int, float)
+
 _PREFILL = ("auto", "breakable", "full", "tc_piecewise", "disabled")
 
 
@@ -48,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
     parser.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
-    parser.add_argument("--max-context", type=size_or_auto, metavar="N", help="tokens of prompt and output together")
-    parser.add_argument("--chunk-size", type=size_or_auto, metavar="N", help="tokens of one prefill step")
-    parser.add_argument("--max-requests", type=size_or_auto, metavar="N", help="requests that run at once")
+    parser.add_argument("--max-context", type=_size, metavar="N", help="tokens of prompt and output together")
+    parser.add_argument("--chunk-size", type=_size, metavar="N", help="tokens of one prefill step")
+    parser.add_argument("--max-requests", type=_size, metavar="N", help="requests that run at once")
     parser.add_argument(
         "--memory-fraction",
-        type=share_or_auto,
+        type=_share,
         metavar="F",
         help="of a GPU's memory, what may be in use; sizes the KV cache (0.9)",
     )
@@ -66,12 +68,20 @@ class _Prompt(NamedTuple):
     where: str = ""  # before an error about it: the line of the file
 
 
-def size_or_auto(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+def _size(text: str) -> int | None:
+    return _number(text, int, "a whole number")
 
 
-def share_or_auto(text: str) -> float | None:
-    return None if text == "auto" else float(text)
+def _share(text: str) -> float | None:
+    return _number(text, float, "a number from 0 to 1")
+
+
+def _number(text: str, kind: Callable[[str], N], what: str) -> N | None:
+    """None for "auto"."""
+    try:
+        return None if text == "auto" else kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither {what} nor auto") from None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -97,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
         source = options.model if options.model is not None else default_model(show if is_terminal() else None)
         engine = Engine(source, config, progress=lambda key, what: show(f"{what} of {key}"))
     with engine:
+        if engine.tokenizer is None:
+            raise UsageError(f"--model {source} has no tokenizer.json, which text needs (in Python token ids do without)")
         seconds = time.perf_counter() - start
         names = [_queue(engine, prompt, params, is_raw=options.raw) for prompt in prompts]
         lines = [engine.sizes.explain(), engine.attention.explain(), explain_fusion(engine.fusion)]
@@ -132,10 +144,12 @@ def _read_prompts(options: argparse.Namespace) -> list[_Prompt]:
 
 def _read_text(file: str) -> str:
     """A file, or standard input for ``-``; UTF-8, with or without a byte order mark."""
+    if file == "-" and sys.stdin is None:
+        raise UsageError("--prompts-file -: standard input is closed")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return data.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError, AttributeError) as error:  # AttributeError: standard input is closed
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts-file {file} cannot be read: {error}") from None
 
 

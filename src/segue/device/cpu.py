@@ -105,6 +105,7 @@ class CpuDevice(Device):
     def measure_peak(self, pool: Any = None) -> Iterator[Peak]:
         peak = Peak()
         if pool is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes lines of its own
             with AllocationWatch() as watch:
                 yield peak
             peak.nbytes = peak.held_bytes = watch.peak_bytes

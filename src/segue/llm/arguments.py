@@ -42,20 +42,27 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 def prompt_ids(prompt: object) -> list[int]:
     """Token ids of a prompt that is no text."""
     try:
-        return [operator.index(i) for i in prompt]  # type: ignore[attr-defined]
+        if isinstance(prompt, (set, frozenset, Mapping)):  # without an order that means something
+            raise TypeError
+        items = list(prompt)  # type: ignore[call-overload]
+        if any(isinstance(item, bool) for item in items):
+            raise TypeError
+        return [operator.index(i) for i in items]
     except TypeError:
-        raise TypeError(f"a prompt is text or a sequence of token ids, not {type(prompt).__name__}") from None
+        kind = f"{prompt.dtype} {type(prompt).__name__}" if hasattr(prompt, "dtype") else type(prompt).__name__
+        raise TypeError(f"a prompt is text or a sequence of token ids (integers), not {kind}") from None
 
 
 def many_prompts(prompts: object) -> list[Any]:
     """One prompt or several, as several."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+    is_number = getattr(prompts, "ndim", None) == 0  # an array without a dimension
+    if isinstance(prompts, (bytes, Mapping, set, frozenset)) or is_number or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts is a {type(prompts).__name__}; it must be text, token ids, or a list of those")
     found = list(prompts)
     is_one = bool(found) and (isinstance(found[0], Integral) or getattr(found[0], "ndim", None) == 0)  # an array of ids
-    return [found] if is_one else found
+    return [prompts if hasattr(prompts, "dtype") else found] if is_one else found
 
 
 def params_of_each(params: object, count: int) -> list[Any]:

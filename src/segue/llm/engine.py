@@ -216,9 +216,12 @@ class Engine(Lifecycle):
     def _new_id(self) -> str:
         return next(name for name in (f"request-{i}" for i in self._ids) if name not in self._live)
 
-    def _check_open(self) -> None:
+    def _check_not_closed(self) -> None:
         if self._is_closed:
             raise SegueError("this engine is closed: make a new one")
+
+    def _check_open(self) -> None:
+        self._check_not_closed()
         if self._is_asleep:
             raise SegueError("this engine sleeps, without cache and graphs: call wake() first")
 

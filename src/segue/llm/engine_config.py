@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from segue.device import Device
 
 # Beyond these no machine has the memory, and it is a slip. A slot of the cache (16 a page) is numbered by 31 bits.
-_BOUNDS = {"chunk_size": (1, 1 << 20), "max_requests": (1, 1 << 16), "max_context": (2, 1 << 24), "num_pages": (3, 1 << 27)}
+MOST_TOKENS = 1 << 20
+"""of one prefill step"""
+_BOUNDS = {
+    "chunk_size": (1, MOST_TOKENS),
+    "max_requests": (1, 1 << 16),
+    "max_context": (2, 1 << 24),
+    "num_pages": (3, 1 << 27),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +36,8 @@ class EngineConfig:
     (`segue.llm.fuse`); "auto" is on cuda. `sampling_graphs` names the ways of sampling that decode graphs are recorded with,
     besides taking the likeliest token: "drawn" (temperature, min-p), "sorted" (top-k, top-p as well). None by default: each
     makes as many graphs again (36 rungs of an 8B model: 1.7 s on an H200), and a step without is a replay with its sampling
-    queued behind it, which runs ahead of the host as well. `device` may also be a recording device, such as a `CpuDevice`
-    that has only so much memory.
+    queued behind it, which runs ahead of the host as well. `device` may also be a recording device, such as a
+    `segue.device.cpu.CpuDevice` that has only so much memory.
     """
 
     device: str | torch.device | Device = "auto"

@@ -83,7 +83,10 @@ def check_supported(model_class: Any, config: Any) -> None:
         "intermediate_size",
         "vocab_size",
     ):
-        value = getattr(text, field, None)
+        try:
+            value = getattr(text, field, None)
+        except RuntimeError:  # transformers' own, for what its layers have each
+            _refuse(name, f"its layers differ in {field}")
         if value is not None and (not isinstance(value, int) or value < 1):
             _refuse(name, f"its config says {field} = {value!r}, which must be an integer of at least 1")
     if not getattr(model_class, "_supports_attention_backend", False):

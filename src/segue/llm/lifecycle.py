@@ -22,6 +22,7 @@ from segue.config import ResolvedConfig
 from segue.device import Device, MemoryReading
 from segue.errors import CaptureOutOfMemory, SegueError
 from segue.llm import sizing
+from segue.llm.arguments import check_type
 from segue.llm.attention import AttentionChoice
 from segue.llm.config import Sizes, bytes_per_page, reachable_sizes, settle_sizes, used_fraction
 from segue.llm.engine_config import EngineConfig
@@ -71,6 +72,8 @@ class Lifecycle(ABC):
         self._readings: tuple[MemoryReading, MemoryReading] | None = None
         self._budget: Budget | None = None
         self._weights: WeightAddresses | None = None
+        self._is_behind = False
+        """whether recordings were given up for weights that moved, and none could be made since"""
 
     @property
     def model(self) -> Any:
@@ -90,7 +93,11 @@ class Lifecycle(ABC):
         """Fuses what is fused, from the weights as they are now."""
 
     @abstractmethod
-    def _check_open(self) -> None: ...
+    def _check_not_closed(self) -> None: ...
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Neither closed nor asleep."""
 
     @abstractmethod
     def _land(self) -> None: ...
@@ -113,6 +120,7 @@ class Lifecycle(ABC):
         """Makes a few recordings of each phase over a small cache, in a lane of their own, and throws them away again.
         Nothing of the engine changes."""
         with self._lock:
+            self._check_open()
             lane = Lane(self.device)
             try:
                 return self._measure(lane)
@@ -203,7 +211,7 @@ class Lifecycle(ABC):
             for runner in self.runners:
                 runner.guard.close()
                 runner.prepare_to_lend()
-            self._weights = WeightAddresses(self._model)
+            self._weights, self._is_behind = WeightAddresses(self._model), False
         return self.capture_reports
 
     # -- later ---------------------------------------------------------------------------------------------------------
@@ -216,6 +224,7 @@ class Lifecycle(ABC):
             SegueError: requests are in flight.
             ValueError: so few pages cannot be.
         """
+        check_type("num_pages", num_pages, int)
         with self._lock:
             self._land()
             self._check_open()
@@ -261,6 +270,7 @@ class Lifecycle(ABC):
             CaptureError: a shape could not be recorded, and its phase is configured to raise.
         """
         with self._lock:
+            self._check_not_closed()
             if not self._is_asleep:
                 return
             self._is_asleep = False
@@ -276,19 +286,23 @@ class Lifecycle(ABC):
         Every graph stays. What requests in flight have cached comes from the old weights.
 
         Raises:
-            ValueError: a name is unknown or a shape is another; nothing was changed.
+            ValueError: a name is unknown, or a shape or kind of number is another; nothing was changed.
+            SegueError: the engine is closed.
         """
         with self._lock, self.lane.exclusive(is_upkeep=True):
+            self._check_not_closed()
             self._land()
             write_weights(self._model, weights)
 
     def _weights_hold(self) -> bool:
-        return self._weights is None or self._weights.hold()
+        return not self._is_behind and (self._weights is None or self._weights.hold())
 
     def _follow_weights(self) -> None:
-        """Captures again where a parameter or a buffer was bound anew since the last capture. No step may be under way."""
+        """Captures again where a parameter or a buffer was bound anew since the last capture, and at the next step once more
+        where that fails. No step may be under way."""
         if self._weights_hold():
             return
+        self._is_behind = True
         for runner in self.runners:
             runner.close_recordings()
             runner.guard.reopen()
@@ -315,8 +329,8 @@ class Lifecycle(ABC):
 
     def _recapture(self, progress: Progress | None) -> None:
         if self.capture_reports:  # by hand, it may never have been captured
-            self.num_recaptures += 1
             self.capture(progress)
+            self.num_recaptures += 1
 
     def _fall_asleep(self) -> None:
         self._release()
@@ -324,7 +338,7 @@ class Lifecycle(ABC):
 
     def _release(self) -> None:
         """Recordings first, then the pool they lie in, then the cache they read."""
-        self._weights = None
+        self._weights, self._is_behind = None, False
         for runner in self.runners:
             runner.close()
         with self.lane.exclusive(is_upkeep=True):

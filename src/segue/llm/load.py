@@ -79,6 +79,7 @@ def load_model(
         config = _load_config(location)
         check_supported(_model_class(location, config), config)
         if isinstance(location, Path):
+            _check_generation_config(location / "generation_config.json")
             _check_weight_files(location)
         model = _load_weights(location, config, torch.float32 if dtype == "auto" and device.type == "cpu" else dtype)
         model.to(device)  # type: ignore[arg-type]
@@ -207,6 +208,17 @@ def _check_weight_files(folder: Path) -> None:
             raise ConfigError(f"{file} is damaged: {_one_line(error)}; {_remedy(folder)}") from error
 
 
+def _check_generation_config(file: Path) -> None:
+    """transformers does without one that it cannot read, and its end tokens would be missing."""
+    if not file.is_file():
+        return
+    try:
+        if not isinstance(json.loads(file.read_text()), dict):
+            raise ValueError("it holds no settings by name")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is damaged: {_one_line(error)}; {_remedy(file.parent)}") from error
+
+
 def _remedy(folder: Path) -> str:
     is_ours = folder.resolve().parent == cache_folder().resolve()
     return f"remove {folder}, which is then converted again" if is_ours else "bring the file again"
@@ -228,7 +240,10 @@ def _load_weights(location: Path | str, config: Any, dtype: torch.dtype | Litera
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ConfigError(f"the weights of {location} cannot be loaded: {_one_line(error)}") from error
+        raise ConfigError(
+            f"the model of {location} cannot be made from its config.json and weights: {_one_line(error)}; bring the "
+            "checkpoint again, or a newer transformers"
+        ) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
@@ -271,15 +286,23 @@ def _load_tokenizer(location: Path | str) -> PreTrainedTokenizerBase | None:
     try:
         return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     except Exception as error:  # as for configs: many kinds, one cause
-        raise ConfigError(f"the tokenizer of {location} cannot be loaded: {_one_line(error)}") from error
+        raise ConfigError(
+            f"the tokenizer of {location} (tokenizer.json and what belongs to it) cannot be loaded: {_one_line(error)}; "
+            "bring these files again, or pass tokenizer=..."
+        ) from error
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """The union of what the generation config, the config and the tokenizer name: each alone has gaps."""
     found: set[int] = set()
-    named = [getattr(model.generation_config, "eos_token_id", None), getattr(model.config, "eos_token_id", None)]
-    for value in (*named, getattr(tokenizer, "eos_token_id", None)):
-        found.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
+    for source in (model.generation_config, model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        named = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+        if not all(type(token) is int for token in named):
+            raise ConfigError(
+                f"the {type(source).__name__} of {type(model).__name__} says eos_token_id = {value!r}: no token id"
+            )
+        found.update(named)
     return frozenset(found)
 
 

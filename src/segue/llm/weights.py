@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from segue.graph.audit import Bindings
+from segue.llm.arguments import check_type
 
 
 class WeightAddresses:
@@ -36,8 +37,9 @@ def write_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
     """Copies `weights` into the parameters and buffers of those names; all of them, or none where one does not fit.
 
     Raises:
-        ValueError: a name is unknown, a value is no ordinary tensor, or a shape is another.
+        ValueError: a name is unknown, a value is no ordinary tensor, or a shape or kind of number is another.
     """
+    check_type("weights", weights, Mapping)
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for name, value in weights.items():
         if name not in targets:
@@ -52,6 +54,8 @@ def write_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
                 f"weight {name!r} has the shape {list(targets[name].shape)}, and the new one {list(value.shape)}: nothing "
                 "was changed"
             )
+        if targets[name].dtype.is_floating_point and not value.dtype.is_floating_point:
+            raise ValueError(f"weight {name!r} is {targets[name].dtype}, and the new one {value.dtype}: nothing was changed")
     with torch.no_grad():
         for name, value in weights.items():
             targets[name].copy_(value)

@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--chunk-size", type=int, metavar="N", help="the largest prefill (2048 on cuda)")
     parser.add_argument("--max-requests", type=int, metavar="N", help="the largest decode batch (256 on cuda)")
-    parser.add_argument("--prefill", default="breakable", metavar="BACKEND", help="backend of prefill (breakable)")
+    parser.add_argument(
+        "--prefill",
+        choices=("breakable", "full", "tc_piecewise", "disabled"),
+        default="breakable",
+        help="backend of prefill (breakable)",
+    )
     parser.add_argument("--sampling-graphs", default="", metavar="LIST", help="also decode graphs that sample: drawn,sorted")
 
 

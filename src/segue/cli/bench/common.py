@@ -41,6 +41,8 @@ def check_results(options: argparse.Namespace) -> None:
     if "png" not in options or options.png is None:
         return
     check_writable(options.png, "--png")
+    if not options.png.lower().endswith(".png"):
+        raise UsageError(f"--png {options.png}: name a file that ends in .png")
     if importlib.util.find_spec("matplotlib") is None:
         from segue.llm.checkpoints import extra_remedy
 
@@ -77,8 +79,9 @@ def describe_machine(device: Any) -> dict[str, str | None]:
     return dict(found)
 
 
-def sizes_of(text: str | None, name: str) -> tuple[int, ...] | None:
-    """Numbers between commas, ascending and each once; None for None. Raises UsageError for anything else."""
+def sizes_of(text: str | None, name: str, most: int | None = None) -> tuple[int, ...] | None:
+    """Numbers between commas, ascending and each once; None for None. Raises UsageError for anything else, and for numbers
+    above `most`."""
     if text is None:
         return None
     try:
@@ -87,4 +90,6 @@ def sizes_of(text: str | None, name: str) -> tuple[int, ...] | None:
         sizes = ()
     if not sizes or sizes[0] < 1:
         raise UsageError(f"--{name} is {text!r}; give positive numbers between commas, such as 64,256,1024")
+    if most is not None and sizes[-1] > most:
+        raise UsageError(f"--{name} is {text!r}; {most:,} is the most")
     return sizes

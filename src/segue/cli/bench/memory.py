@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
 from collections.abc import Callable
 
@@ -34,6 +33,7 @@ from segue.cli.bench.common import (
 from segue.cli.bench.memory_sweep import Reading, Sweep, context_for
 from segue.cli.output import import_torch, note
 from segue.cli.usage import UsageError, usage
+from segue.llm.engine_config import MOST_TOKENS
 from segue.observe.memory_plot import draw
 from segue.observe.report import format_bytes, format_table
 
@@ -54,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_results(options)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures on cpu, writes lines of its own
-    asked = sizes_of(options.ceilings, "ceilings")
+    asked = sizes_of(options.ceilings, "ceilings", MOST_TOKENS)
     if any(size is not None and size < 1 for size in (options.chunk_size, options.max_requests)):
         raise UsageError("--chunk-size and --max-requests must be at least 1")
     start = time.perf_counter()

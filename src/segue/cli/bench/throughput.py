@@ -36,8 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     check_results(options)
     asked = sizes_of(options.lengths, "lengths") or ()
-    if len(asked) > 2 or any(size is not None and size < 1 for size in (options.prompts, options.new_tokens)):
-        raise UsageError("--lengths takes the shortest and the longest prompt; --prompts and --new-tokens at least 1")
+    is_a_range = asked == () or options.lengths.split(",") in ([str(asked[0]), str(asked[-1])], [str(asked[0])])
+    if not is_a_range or any(size is not None and size < 1 for size in (options.prompts, options.new_tokens)):
+        raise UsageError(
+            "--lengths takes the shortest prompt and the longest, such as 64,512; --prompts and --new-tokens at least 1"
+        )
     if max(options.prompts or 1, options.new_tokens or 1) > _MOST:
         raise UsageError(f"--prompts and --new-tokens are at most {_MOST:,}")
     import_torch()
