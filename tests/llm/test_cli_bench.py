@@ -53,6 +53,15 @@ def test_memory_by_ceiling_and_by_rung_on_cpu(tmp_path: Path, capsys: pytest.Cap
     assert mixed[0] >= peaks[0] and mixed[32] < 0.75 * mixed[0] and {r["mixed"] for r in result["decode"]} == {None}
 
 
+def test_a_coarser_ladder_holds_less(tmp_path: Path) -> None:
+    file = tmp_path / "memory.json"
+    sizes = ("--shape", "tiny", "--device", "cpu", "--chunk-size", "32", "--ceilings", "16,32", "--max-requests", "1")
+    assert bench("memory", *sizes, "--ladder", "8,16,24", "--json", str(file)) == 0
+    result = json.loads(file.read_text())
+    assert result["ladder"] == "8,16,24"
+    assert [(r["ceiling"], r["graphs"]) for r in result["prefill"]] == [(0, 0), (16, 2), (32, 4)]
+
+
 def test_eager_prefills_in_the_lent_pool_need_little_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     sizes = ("--chunk-size", "32", "--ceilings", "4,16", "--max-requests", "1")
@@ -148,6 +157,10 @@ def test_ceilings_reach_from_small_ones_over_the_chunk_to_one_beyond() -> None:
 MISTAKES: dict[str, tuple[tuple[str, ...], int]] = {
     "the following arguments are required: COMMAND": ((), 2),
     "--ceilings is '3,x'": (("memory", "--ceilings", "3,x"), 2),
+    "--ceilings is '9999999'; 1,048,576 is the most": (("memory", "--ceilings", "9999999"), 2),
+    "--ladder is '0'": (("memory", "--ladder", "0"), 2),
+    "--lengths takes the shortest prompt and the longest": (("throughput", "--lengths", "9,3"), 2),
+    "--png x.xyz: name a file that ends in .png": (("decode", "--png", "x.xyz"), 2),
     "--arms is 'half'": (("prefill", "--arms", "half"), 2),
     "--lengths takes": (("throughput", "--lengths", "1,2,3"), 2),
     "--transformers measures on cuda": (("throughput", "--device", "cpu", "--transformers"), 2),

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-size", type=int, metavar="N", help="tokens of the prefill that is measured (2048 on cuda)")
     parser.add_argument("--max-requests", type=int, metavar="N", help="the largest decode rung (64 on cuda)")
     parser.add_argument("--ceilings", metavar="LIST", help="capture ceilings of prefill, such as 64,512,2048")
+    parser.add_argument("--ladder", metavar="LIST", help="rungs of prefill up to each ceiling (the default ladder)")
     parser.add_argument("--prefill", choices=("breakable", "full"), default="breakable", help="backend of prefill graphs")
     parser.add_argument("--lend", action="store_true", help="lend the idle graph pool to eager passes")
     add_png_argument(parser)
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     check_results(options)
     asked = sizes_of(options.ceilings, "ceilings", MOST_TOKENS)
+    sizes_of(options.ladder, "ladder", MOST_TOKENS)
     if any(size is not None and size < 1 for size in (options.chunk_size, options.max_requests)):
         raise UsageError("--chunk-size and --max-requests must be at least 1")
     start = time.perf_counter()
@@ -70,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     print("\n" + _table("one decode step of all requests, by largest rung", "requests", decode))
     result = {
         "shape": options.shape, "chunk_size": chunk, "max_requests": most, "backend": options.prefill, "lend": options.lend,
+        "ladder": options.ladder,
         "machine": machine, "seconds": time.perf_counter() - start,
         "prefill": [reading.to_dict() for reading in prefill], "decode": [reading.to_dict() for reading in decode],
     }  # fmt: skip

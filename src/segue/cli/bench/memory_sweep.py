@@ -7,6 +7,7 @@ import gc
 import time
 from typing import Any, NamedTuple
 
+from segue.cli.bench.common import sizes_of
 from segue.cli.output import note
 from segue.cli.usage import UsageError
 
@@ -74,7 +75,9 @@ class Sweep:
     def prefill(self, ceiling: int) -> Reading:
         from segue.config import GraphConfig, PhaseConfig
 
-        phase = PhaseConfig(backend=self._options.prefill if ceiling else "disabled", max_size=ceiling or None)
+        ladder = sizes_of(self._options.ladder, "ladder") or "auto"
+        backend = self._options.prefill if ceiling else "disabled"
+        phase = PhaseConfig(backend=backend, ladder=ladder, max_size=ceiling or None)
         graphs = GraphConfig(prefill=phase, decode="disabled", lend_pool=self._options.lend)
         lengths = [max(round(share * self._chunk), 1) for share in MIXED]
         return self._measure(graphs, ceiling, max(self._chunk, ceiling), [_prompt(self._chunk)], lengths, num_tokens=1)
