@@ -35,8 +35,10 @@ class Spec:
         self.context = context
         self.children = children
         self._hash = hash((kind, repr(context) if kind is not None else None, children))
-        inside = [child.objects for child in children if child.objects]
-        self.objects = sum(inside, _objects_in(context)) if inside else _objects_in(context)
+        self.objects = _objects_in(context)
+        for child in children:
+            if child.objects:
+                self.objects += child.objects
 
     @property
     def is_leaf(self) -> bool:
@@ -69,11 +71,12 @@ def _objects_in(context: Any) -> tuple[Any, ...]:
         return ()
     if kind is dict:
         context = (*context, *context.values())
-    elif kind not in (tuple, list):
+    elif kind is not tuple and kind is not list:
         return (context,)
-    if all([type(item) is str for item in context]):
-        return ()
-    return tuple([found for item in context for found in _objects_in(item)])
+    for item in context:
+        if type(item) is not str:
+            return tuple([found for item in context for found in _objects_in(item)])
+    return ()
 
 
 LEAF = Spec(None)
