@@ -14,10 +14,8 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -101,7 +99,7 @@ def dispatch_keys(tensor: torch.Tensor) -> int:
 @functools.lru_cache(maxsize=1)
 def tensor_layout() -> TensorLayout | None:
     """None where the places are not found, or objects move between threads (CPython without a GIL)."""
-    if not _has_gil():
+    if not has_gil():
         return None
     offset, size, stride = 12_345, (3, 7), (71, 10)
     with torch.inference_mode(False):
@@ -134,18 +132,19 @@ MOST_INLINE = 5
 """dimensions whose sizes and strides a C++ tensor holds itself"""
 
 
-def _has_gil() -> bool:
+def has_gil() -> bool:
     return getattr(sys, "_is_gil_enabled", lambda: True)() and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def _find(start: int, nbytes: int, values: list[int | None]) -> int | None:
     """Where these words stand one after the other, None being any."""
-    words = _words(start, nbytes)
+    words = words_at(start, nbytes)
     places = range(1, len(words) - len(values) + 1)
     return next((8 * at for at in places if all(v in (None, word) for word, v in zip(words[at:], values))), None)
 
 
-def _words(start: int, nbytes: int) -> list[int]:
+def words_at(start: int, nbytes: int) -> list[int]:
+    """What memory of this process holds."""
     return list((ctypes.c_int64 * (nbytes // 8)).from_address(start))
 
 
@@ -164,91 +163,6 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     except (ImportError, TypeError):
         return None
     return guards.check  # type: ignore[no-any-return]
-
-
-# -- dicts (CPython 3.10 - 3.13) ---------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def dict_tag() -> int | None:
-    """At which byte a dict's object keeps its version (PEP 509): every change of the dict, made in whatever way, puts a
-    number there that no dict had before. For `dict` and `OrderedDict` themselves; a changed order alone is no change.
-
-    CPython 3.14 has it no more (PEP 699). It is found and tried out on dicts made for that; None where any change leaves it.
-    """
-    if sys.implementation.name != "cpython" or sys.version_info >= (3, 14) or not _has_gil():
-        return None
-    table = {"a": 0}
-    before = _words(id(table), dict.__basicsize__)
-    table["a"] = 1  # of as many items, at the same place
-    places = [8 * i for i, word in enumerate(_words(id(table), dict.__basicsize__)) if word != before[i]]
-    if len(places) != 1:
-        return None
-    tables: list[dict[Any, Any]] = [{}, OrderedDict()]
-    trials = [(table, _change(table)) for table in tables]
-    for kind in (_Few, _Many, torch.nn.Module):
-        store = FunctionType(_store.__code__.replace(), globals())  # its own caches, which learn of one kind of object
-        for _ in store(kind()):  # an object without a dict yet, as far as the interpreter has such
-            pass
-        item = kind()
-        trials.append((vars(item), store(item)))
-        trials.append((vars(item), _change(vars(item))))
-    return places[0] if all([_is_other_each_time(id(table) + places[0], changes) for table, changes in trials]) else None
-
-
-def _is_other_each_time(place: int, changes: Iterator[None]) -> bool:
-    word = ctypes.c_int64.from_address(place)
-    seen = {word.value}
-    for count, _ in enumerate(changes, 2):
-        seen.add(word.value)
-        if len(seen) != count:
-            return False
-    return True
-
-
-def _change(table: Any) -> Iterator[None]:
-    """Changes a table in one way after the other; it is empty at the end."""
-    for value in (1, 2, 1, 1.0):
-        table["a"] = value
-        yield
-    for change in (
-        lambda: table.update(b=1), lambda: table.update(b=2), lambda: table.update({"a": 3}),
-        lambda: table.setdefault("c", 1), lambda: table.__ior__({"c": 2}), lambda: table.pop("c"),
-        lambda: table.__delitem__("b"), table.popitem, lambda: table.__setitem__("d", 1), table.clear,
-        lambda: table.update({"a": 1, "b": 2}), table.clear,
-    ):  # fmt: skip
-        change()
-        yield
-
-
-def _store(item: Any) -> Iterator[None]:
-    """Changes an object's attributes often enough for the interpreter to have learnt how."""
-    for _ in range(200):
-        item.first = object()
-        yield
-    for _ in range(200):
-        item.late = object()
-        yield
-        del item.late
-        yield
-    for change in (setattr, object.__setattr__):
-        for value in (1, 2):
-            change(item, "first", value)
-            yield
-    delattr(item, "first")
-    yield
-
-
-class _Few:
-    def __init__(self) -> None:
-        self.first: Any = None
-
-
-class _Many:
-    def __init__(self) -> None:
-        self.first: Any = None
-        for number in range(40):
-            setattr(self, f"attribute_{number}", number)
 
 
 # -- dispatch (2.11 - 2.13) -------------------------------------------------------------------------------------------
@@ -321,6 +235,18 @@ _transforms, _forward_ad = torch._C._functorch.peek_interpreter_stack, torch.aut
 def is_observed() -> bool:
     """Whether a mode, a transform, a forward-mode level or a cache of parametrized weights sees what a replay passes by."""
     return bool(_dispatch_modes() or _transforms() or _parametrize._cache_enabled) or _forward_ad._current_level >= 0
+
+
+def enters_modes(function_kind: type, dispatch_kind: type) -> bool:
+    """Whether this thread has entered a function mode later than the innermost one of `function_kind`, or a dispatch mode
+    later than the innermost one of `dispatch_kind`; False where it is in none of them."""
+    C: Any = torch._C
+    functions = [C._get_function_stack_at(i) for i in range(_function_modes())]
+    dispatching = [C._get_dispatch_stack_at(i) for i in range(_dispatch_modes())]
+    return any(
+        any(isinstance(mode, kind) for mode in stack) and not isinstance(stack[-1], kind)
+        for stack, kind in ((functions, function_kind), (dispatching, dispatch_kind))
+    )
 
 
 def has_function_modes() -> bool:

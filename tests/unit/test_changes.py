@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import segue
 from call_support import same
-from segue._compat import dict_tag
 from segue.graph.guard import is_capturing
+from segue.graph.versions import dict_tag
 
 needs_versions = pytest.mark.skipif(dict_tag() is None, reason="seen where dicts have versions (docs/safety.md)")
 

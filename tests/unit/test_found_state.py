@@ -16,7 +16,7 @@ import torch
 
 import segue
 from call_support import eager_reasons, same
-from segue._compat import dict_tag
+from segue.graph.versions import dict_tag
 
 needs_versions = pytest.mark.skipif(dict_tag() is None, reason="seen where dicts have versions (docs/safety.md)")
 Color = enum.Enum("Color", "RED BLUE")

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.modules.module import register_module_forward_hook
 
-from segue._compat import MOST_INLINE, _change, _is_other_each_time, dict_tag, storage_handle
+from segue._compat import MOST_INLINE, storage_handle
 from segue.graph.audit import Audit, Bindings
 from segue.graph.reach import Reach
+from segue.graph.versions import _change, _is_other_each_time, dict_tag
 from segue.graph.words import Watch
 
 HAS_TAGS = dict_tag() is not None

@@ -29,7 +29,6 @@ import torch
 from segue._compat import (
     MOST_INLINE,
     TensorLayout,
-    dict_tag,
     dispatch_keys,
     storage_handle,
     storage_weakref,
@@ -37,6 +36,7 @@ from segue._compat import (
     tensor_handle,
     tensor_layout,
 )
+from segue.graph.versions import dict_tag
 
 _TENSORS_FROM = 6
 """fewer are asked one by one"""
