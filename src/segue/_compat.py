@@ -237,16 +237,9 @@ def is_observed() -> bool:
     return bool(_dispatch_modes() or _transforms() or _parametrize._cache_enabled) or _forward_ad._current_level >= 0
 
 
-def enters_modes(function_kind: type, dispatch_kind: type) -> bool:
-    """Whether this thread has entered a function mode later than the innermost one of `function_kind`, or a dispatch mode
-    later than the innermost one of `dispatch_kind`; False where it is in none of them."""
-    C: Any = torch._C
-    functions = [C._get_function_stack_at(i) for i in range(_function_modes())]
-    dispatching = [C._get_dispatch_stack_at(i) for i in range(_dispatch_modes())]
-    return any(
-        any(isinstance(mode, kind) for mode in stack) and not isinstance(stack[-1], kind)
-        for stack, kind in ((functions, function_kind), (dispatching, dispatch_kind))
-    )
+def num_modes() -> tuple[int, int]:
+    """How many function modes and dispatch modes this thread is in."""
+    return _function_modes(), _dispatch_modes()
 
 
 def has_function_modes() -> bool:

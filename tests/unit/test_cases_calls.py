@@ -278,7 +278,7 @@ def test_f17_a_cache_that_is_filled_once_is_filled_outside(device: Device, new: 
         step = segue.graph(model, min_hits=min_hits)
         check_calls(step, lambda x: x + torch.arange(4.0, device=x.device), [((new(n, 4),), {}) for n in (2, 3, 2, 3, 2, 3)])
         same(model.table, torch.arange(4.0, device=device.device))
-        assert step.report().replays == 2 * (3 - min_hits) and not step.report().refused
+        assert step.report().replays == 2 and not step.report().refused, "the first call, which fills it, is not recorded"
 
 
 def test_f17_an_attribute_that_changes_at_each_call_is_named_and_never_holds_memory_of_the_pool(new: Any) -> None:

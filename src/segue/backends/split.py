@@ -28,7 +28,7 @@ from segue._compat import data_address, tracing_attempt, without_modes
 from segue.device.watch import HostReads, describe_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, met
-from segue.graph.bridge import Argument, Constant, External, Leaf
+from segue.graph.bridge import Argument, Constant, External, Leaf, Repeated
 from segue.graph.guard import is_capturing
 from segue.graph.trace import BreakNote
 from segue.graph.tree import Spec, flatten, same_value, unflatten
@@ -289,7 +289,7 @@ class _Recipe:
     @classmethod
     def derived(cls, note: Leaf, leaves: tuple[Any, ...]) -> _Recipe:
         """`leaves` are symbolic, their hints are those of the run that left `note`."""
-        assert not isinstance(note, Constant)
+        assert not isinstance(note, (Constant, Repeated))
         known = note.tensor if isinstance(note, External) else note.place
         size = tuple(known.size()) if isinstance(known, torch.Tensor) else known.size
         stride = known.stride() if isinstance(known, torch.Tensor) else known.stride

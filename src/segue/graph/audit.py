@@ -163,8 +163,11 @@ def _loose(reach: Reach) -> list[Loose]:
 class Audit:
     """What was reached when a recording was made. `holds` is the check of every call; it changes nothing."""
 
-    def __init__(self, reach: Reach, externals: dict[int, torch.Tensor], *, at_once: bool = True) -> None:
-        """`externals` are the outside tensors that the recording reads, by storage handle; `at_once` as in `Bindings`."""
+    def __init__(
+        self, reach: Reach, externals: dict[int, torch.Tensor], held: Iterable[torch.Tensor] = (), *, at_once: bool = True
+    ) -> None:
+        """`externals` are the outside tensors that the recording reads, by storage handle; `held` are its own, of which a
+        body might change where they lie; `at_once` as in `Bindings`."""
         tables = [vars(m)[name] for m in reach.modules for name in _TABLES if isinstance(vars(m).get(name), dict)]
         tensors = {id(t): t for table in tables for t in table.values() if isinstance(t, torch.Tensor)}
         wanted = {i for parent in reach.module_parents for i in reach.path(parent)}
@@ -184,6 +187,7 @@ class Audit:
         self._containers, self._keys, self._values = _columns(links)
         self._scalar_holders, self._scalar_keys, values = _columns([reach.links[i][:3] for i in scalars])
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
+        tensors |= {id(t): t for t in held}
         placed = [t for t in tensors.values() if _is_placed(t)]  # what is not read may tell its shape
         self._read = [t for t in placed if storage_handle(t) in externals]
         trained = [m for m in reach.modules if type(m) not in _INDIFFERENT or any([vars(m).get(name) for name in HOOKS])]

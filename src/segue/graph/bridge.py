@@ -16,7 +16,7 @@ memory than one that writes in place. `Delivery` is what a replay runs; it compa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,13 @@ class Constant:
     value: Any
 
 
-Leaf = Fresh | Argument | External | Constant
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    first: int
+    """the leaf of the result that is the same object"""
+
+
+Leaf = Fresh | Argument | External | Constant | Repeated
 
 _ITEM = 16
 """bytes of the largest dtype: a bridge of several views holds a whole number of them"""
@@ -93,7 +99,8 @@ def note_output(spec: Spec, leaves: list[Any], arguments: Sequence[Any]) -> Outp
     owners = _argument_storages(arguments)
     notes: dict[int, Leaf] = {}
     bridges: list[int] = []
-    for handle, members in _storage_groups(leaves).items():
+    repeated = _repeated(leaves)
+    for handle, members in _storage_groups(leaves, repeated).items():
         owner = owners.get(handle)
         is_kept = owner is None and _is_kept(leaves, members)
         tensors = [leaves[i] for i in members]
@@ -106,15 +113,26 @@ def note_output(spec: Spec, leaves: list[Any], arguments: Sequence[Any]) -> Outp
             bridges.append(max(p.offset + extent_bytes(p.dtype, p.size, p.stride) for p in (f.place for f in fresh)))
             found = [*fresh]
         notes.update(zip(members, found, strict=True))
+    notes |= {i: Repeated(first) for i, first in repeated.items()}
     ordered = tuple(notes[i] if i in notes else Constant(leaf) for i, leaf in enumerate(leaves))
     return OutputNote(spec, ordered, tuple(bridges))
 
 
-def _storage_groups(leaves: list[Any]) -> dict[int, list[int]]:
-    """Indices of the tensors, by storage."""
-    groups: dict[int, list[int]] = {}
+def _repeated(leaves: list[Any]) -> dict[int, int]:
+    """Which tensors are the same object as an earlier one."""
+    firsts: dict[int, int] = {}
     for index in range(len(leaves)):
         if isinstance(leaves[index], torch.Tensor):
+            firsts.setdefault(id(leaves[index]), index)
+    first_of = [firsts.get(id(leaf)) for leaf in leaves]
+    return {i: first for i, first in enumerate(first_of) if first is not None and first != i}
+
+
+def _storage_groups(leaves: list[Any], repeated: Mapping[int, int]) -> dict[int, list[int]]:
+    """Indices of the tensors, each object once, by storage."""
+    groups: dict[int, list[int]] = {}
+    for index in range(len(leaves)):
+        if isinstance(leaves[index], torch.Tensor) and index not in repeated:
             groups.setdefault(storage_handle(leaves[index]), []).append(index)
     return groups
 
@@ -128,7 +146,7 @@ def _is_kept(leaves: list[Any], members: Sequence[int]) -> bool:
     if not is_lazy and storage_owners(leaves[members[0]]) > len(holders):
         return True
     occurrences: dict[int, int] = {}
-    for i in members:
+    for i in range(len(leaves)):
         occurrences[id(leaves[i])] = occurrences.get(id(leaves[i]), 0) + 1
     for key in bases:
         base = bases[key]
@@ -194,7 +212,9 @@ def build_output(note: OutputNote, arguments: Sequence[Any], device: torch.devic
     """The result that the recorded code goes on with, and its leaves. Allocates the bridges: call it inside the capture
     of the segment that follows, with the live `arguments`, outside inference mode and under `no_grad`."""
     buffers = [_allocate(note, index, nbytes, device) for index, nbytes in enumerate(note.bridges)]
-    leaves = [_live_leaf(leaf, arguments, buffers) for leaf in note.leaves]
+    leaves: list[Any] = []
+    for leaf in note.leaves:
+        leaves.append(leaves[leaf.first] if isinstance(leaf, Repeated) else _live_leaf(leaf, arguments, buffers))
     return unflatten(note.spec, iter(leaves)), leaves
 
 
@@ -206,7 +226,9 @@ def _allocate(note: OutputNote, index: int, nbytes: int, device: torch.device) -
     return torch.empty(-(-nbytes // _ITEM) * _ITEM, dtype=torch.uint8, device=device)
 
 
-def _live_leaf(leaf: Leaf, arguments: Sequence[Any], buffers: Sequence[torch.Tensor]) -> Any:
+def _live_leaf(
+    leaf: Fresh | Argument | External | Constant, arguments: Sequence[Any], buffers: Sequence[torch.Tensor]
+) -> Any:
     if isinstance(leaf, Constant):
         return leaf.value
     if isinstance(leaf, External):
@@ -223,23 +245,27 @@ def _live_leaf(leaf: Leaf, arguments: Sequence[Any], buffers: Sequence[torch.Ten
 # -- replay -----------------------------------------------------------------------------------------------------------
 
 
-def delivery(name: str, note: OutputNote, targets: Sequence[Any]) -> Callable[[Any], None]:
+def delivery(name: str, note: OutputNote, targets: Sequence[Any], arguments: Sequence[Any]) -> Callable[[Any], None]:
     """What takes a live result to the captured memory. `targets` are the recording's own aliases of the output leaves:
-    the bridges' views, and tensors at the expected addresses for argument and external leaves.
+    the bridges' views, and tensors at the expected addresses for argument and external leaves; `arguments` are the leaves
+    that the body is called with.
 
     The function raises `BreakOutputError` where the result differs from the note; nothing is copied then but leaves
     that come before the one at fault.
     """
+    held = frozenset(_argument_storages(arguments))
     if note.spec.is_leaf and isinstance(note.leaves[0], Fresh):
-        return _deliver_tensor(name, targets[0])
+        return _deliver_tensor(name, targets[0], held)
     if note.spec.is_leaf and isinstance(note.leaves[0], Constant) and note.leaves[0].value is None:
         return _deliver_none(name)
     shared = [_shared_delivery(name, note, bridge, targets) for bridge in _shared_bridges(note)]
     members = {i for bridge in _shared_bridges(note) for i in _members(note, bridge)}
     checks = [
-        _leaf_delivery(f"{name}, result {i}", note.leaves[i], targets[i], is_shared=i in members)
+        _leaf_delivery(f"{name}, result {i}", note.leaves[i], targets[i], held, is_shared=i in members)
         for i in range(len(targets))
     ]
+    apart = [_members(note, bridge)[0] for bridge in range(len(note.bridges))]
+    repeated = [(i, leaf.first) for i, leaf in enumerate(note.leaves) if isinstance(leaf, Repeated)]
 
     def deliver(output: Any) -> None:
         leaves, spec = flatten(output)
@@ -248,8 +274,18 @@ def delivery(name: str, note: OutputNote, targets: Sequence[Any]) -> Callable[[A
                 f"break {name} returned the structure {spec!r}, where its warm-up returned {note.spec!r}: an eager "
                 "break must return the same structure at every call"
             )
+        for i, first in repeated:
+            if leaves[i] is not leaves[first]:
+                raise BreakOutputError(
+                    f"break {name} returned results {first} and {i} apart, which were one tensor in its warm-up"
+                )
         for check, leaf in zip(checks, leaves, strict=True):
             check(leaf)
+        if len(apart) > 1 and len({storage_handle(leaves[i]) for i in apart}) < len(apart):
+            raise BreakOutputError(
+                f"break {name} returned results that share memory, and did not in its warm-up: return the same views of one "
+                "tensor at every call, or copies"
+            )
         for copy in shared:
             copy(leaves)
 
@@ -291,15 +327,17 @@ def _shared_delivery(name: str, note: OutputNote, bridge: int, targets: Sequence
     return copy
 
 
-def _leaf_delivery(name: str, note: Leaf, target: Any, *, is_shared: bool) -> Callable[[Any], None]:
+def _leaf_delivery(name: str, note: Leaf, target: Any, held: frozenset[int], *, is_shared: bool) -> Callable[[Any], None]:
+    if isinstance(note, Repeated):
+        return lambda output: None
     if isinstance(note, Constant):
         return _deliver_constant(name, note.value)
     if isinstance(note, Fresh):
-        return _check_tensor(name, target) if is_shared else _deliver_tensor(name, target)
+        return _check_tensor(name, target, held) if is_shared else _deliver_tensor(name, target, held)
     return _deliver_address(name, target, "an argument" if isinstance(note, Argument) else "a lasting tensor")
 
 
-def _deliver_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
+def _deliver_tensor(name: str, bridge: torch.Tensor, held: frozenset[int]) -> Callable[[Any], None]:
     shape, dtype, device, copy = bridge.shape, bridge.dtype, bridge.device, bridge.copy_
     is_grad_enabled = torch.is_grad_enabled
 
@@ -308,6 +346,8 @@ def _deliver_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
             return
         if not isinstance(output, torch.Tensor) or output.shape != shape or output.dtype != dtype or output.device != device:
             raise _mismatch(name, bridge, output)
+        if storage_handle(output) in held:
+            raise _no_longer_fresh(name)
         if is_grad_enabled():
             with torch.no_grad():
                 copy(output)
@@ -317,12 +357,14 @@ def _deliver_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
     return deliver
 
 
-def _check_tensor(name: str, bridge: torch.Tensor) -> Callable[[Any], None]:
+def _check_tensor(name: str, bridge: torch.Tensor, held: frozenset[int]) -> Callable[[Any], None]:
     shape, dtype, device = bridge.shape, bridge.dtype, bridge.device
 
     def check(output: Any) -> None:
         if not isinstance(output, torch.Tensor) or output.shape != shape or output.dtype != dtype or output.device != device:
             raise _mismatch(name, bridge, output)
+        if storage_handle(output) in held:
+            raise _no_longer_fresh(name)
 
     return check
 
@@ -363,6 +405,13 @@ def _deliver_address(name: str, target: torch.Tensor, what: str) -> Callable[[An
             )
 
     return deliver
+
+
+def _no_longer_fresh(name: str) -> BreakOutputError:
+    return BreakOutputError(
+        f"break {name} returned memory of an argument, and a tensor of its own in its warm-up, which the recorded code "
+        "reads in another place: return one or the other at every call (x.clone() is a tensor of its own)"
+    )
 
 
 def _mismatch(name: str, expected: Any, got: Any) -> BreakOutputError:

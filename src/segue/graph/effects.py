@@ -67,13 +67,13 @@ class HostState:
 
     def changed(self) -> list[str]:
         """The names of what is not as it was."""
-        return [change.label for change in self._changes()]
+        return [change.label for change in self.changes()]
 
     def restore(self, is_own: Callable[[str, Any], bool] | None = None) -> list[str]:
         """Puts back what changed, and returns its names. A weight, a buffer or a child that `is_own` (told the name and the
         new value) denies is another thread's doing: it stays, and is named in `others`."""
         changed, self.others = [], []
-        for change in list(self._changes()):
+        for change in list(self.changes()):
             if is_own is None or not change.is_binding or is_own(change.label, change.value):
                 change.undo()
                 changed.append(change.label)
@@ -81,7 +81,8 @@ class HostState:
                 self.others.append(change.label)
         return changed
 
-    def _changes(self) -> Iterator[_Change]:
+    def changes(self) -> Iterator[_Change]:
+        """What is not as it was."""
         for container, key, value, label in self._entries:
             now = _entry(container, key)
             if not _is_same(now, value):
@@ -106,11 +107,13 @@ _DATA = "the .data, the sizes or the strides of a tensor"
 
 
 class BodyEffects:
-    """What the bodies of breaks change, in a trace, of what recorded code may read: `changed` names it, break by break."""
+    """What the bodies of breaks change, in a trace, of what recorded code may read: `changed` names it, break by break. And
+    what the pass had changed where it met them, and a replay has not: `held` names what it put back since."""
 
     def __init__(self, reach: Reach, state: HostState) -> None:
         self._reach, self._state = reach, state
         self.changed: dict[str, list[str]] = {}
+        self._met: dict[tuple[str, str, Any], Any] = {}
 
     @contextmanager
     def around(self, mark: Mark, leaves: list[Any]) -> Iterator[None]:
@@ -119,11 +122,30 @@ class BodyEffects:
         states = [self._state]
         with suppress(Exception):  # what cannot be read makes no error of the call's
             states += [HostState(Reach(None, local, follows_breaks=False))] if local else []
+        with suppress(Exception):
+            self._met |= {(mark.name, change.label, _look(change.value)): change.value for change in self._state.changes()}
         before = _labels(states)
         yield
         found = [label for label in _labels(states) if label not in before]
         if found:
             self.changed.setdefault(mark.name, []).extend(found)
+
+    def held(self) -> dict[str, list[str]]:
+        """At the end of the pass."""
+        try:
+            now = {(change.label, _look(change.value)) for change in self._state.changes()}
+        except Exception:
+            return {}
+        found: dict[str, list[str]] = {}
+        for name, label, look in self._met:
+            if (label, look) not in now:
+                found.setdefault(name, []).append(label)
+        return found
+
+
+def _look(value: Any) -> Any:
+    """Tells a value from another that took its place, and from itself with other items."""
+    return (id(value), *map(id, value)) if isinstance(value, (list, set, deque)) else id(value)
 
 
 def _labels(states: list[HostState]) -> list[str]:

@@ -30,7 +30,7 @@ from segue.device import Capture, Device, DeviceGraph, Pool
 from segue.device.operations import Operation, is_strided, tensors, touched
 from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
-from segue.graph.breaks import Mark, handling, running_body
+from segue.graph.breaks import Mark, break_graph, handling, running_body
 from segue.graph.bridge import Fresh, build_output, delivery
 from segue.graph.guard import CaptureInterrupted, capturing, interruption, is_lent
 from segue.graph.lease import Returned, as_returned
@@ -65,6 +65,11 @@ class Break:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that the body is called with."""
         return tensors(self._leaves)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is no work in it: `segue.break_graph()`."""
+        return self.mark.function is inspect.unwrap(break_graph)
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -258,7 +263,7 @@ class Recorder:
         recording.pool_bytes = self._ownership.grown_bytes
         recording.capture_s = time.perf_counter() - start
         if self._watch is not None:
-            recording.difference = self._watch.difference
+            recording.difference = self._watch.first_difference()
             recording.operations = self._operations
         return recording
 
@@ -362,7 +367,7 @@ class Recorder:
             output, results = build_output(note.output, leaves, self._device.device)
         with self._session.unrecorded():
             targets = [self._keep(leaf) for leaf in results]
-            deliver = after_joining(self._device, note.joins, delivery(mark.name, note.output, targets))
+            deliver = after_joining(self._device, note.joins, delivery(mark.name, note.output, targets, kept))
             if self._watch is not None:
                 self._watch.outside.note_read(leaves)
                 self._watch.outside.note_made([r for r, n in zip(results, note.output.leaves) if isinstance(n, Fresh)])
@@ -392,7 +397,7 @@ class _CaptureWatch:
         self._should_stop = interruption.get()
         self._index = 0
         self.is_paused = False
-        self.difference: Difference | None = None
+        self._difference: Difference | None = None
         self.made_at: dict[int, str] = {}
         self.outside = OutsideAccess()
 
@@ -405,6 +410,12 @@ class _CaptureWatch:
         finally:
             self.is_paused = False
 
+    def first_difference(self) -> Difference | None:
+        """Once the capture is over."""
+        if self._difference is None and self._index < len(self._traced):
+            return Difference(self._index, _describe(self._traced[self._index]), _describe(None))
+        return self._difference
+
     def __call__(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.is_paused:
             return
@@ -413,10 +424,10 @@ class _CaptureWatch:
         self.outside.note(op, args, kwargs, result)
         location = user_line()
         index, self._index = self._index, self._index + 1
-        if self.difference is None:
+        if self._difference is None:
             expected = self._traced[index] if index < len(self._traced) else None
             if expected is None or expected[0] is not op:
-                self.difference = Difference(index, _describe(expected), _describe((op, location)))
+                self._difference = Difference(index, _describe(expected), _describe((op, location)))
         if op.returns_fresh and is_strided(result):
             line = describe_line(location)
             for tensor in tensors(result):

@@ -12,6 +12,7 @@ from segue._compat import storage_handle, tensor_handle
 from segue.device.operations import Operation, tensors
 from segue.device.watch import OperationMode
 from segue.graph.breaks import Mark, around_bodies
+from segue.graph.modes import kernel_modes
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,6 +77,31 @@ class Draws:
     def are_from(self, generators: list[torch.Generator]) -> bool:
         """Whether no others were drawn from."""
         return set(self._first) <= set(map(tensor_handle, generators))
+
+
+class keeping_modes:
+    """Inside, a pass is recorded, and does nothing: the default dtype and the grad mode that it sets all the same are put
+    back. `changed` says whether any mode was. Seeds are other threads' as well: they stay until `undo_seeds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
+        self._seeded = [(g, g.initial_seed(), g.get_state()) for g in (torch.default_generator, default_generator(device))]
+        self.changed = False
+
+    def __enter__(self) -> None:
+        self._modes = kernel_modes(self._kind)
+        self._dtype, self._is_grad = torch.get_default_dtype(), torch.is_grad_enabled()
+
+    def __exit__(self, *_: Any) -> None:
+        self.changed = kernel_modes(self._kind) != self._modes
+        torch.set_default_dtype(self._dtype)
+        torch.set_grad_enabled(self._is_grad)
+
+    def undo_seeds(self) -> None:
+        """Where it was this pass that set them."""
+        for generator, seed, state in self._seeded:
+            if generator.initial_seed() != seed:
+                generator.set_state(state)
 
 
 class unchanged:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from segue._compat import data_address, storage_handle, storage_weakref, without_modes
+from segue._compat import data_address, num_modes, storage_handle, storage_weakref, without_modes
 from segue.device import Device, ShapeMemo
 from segue.device.cpu_tape import fresh_results
 from segue.device.operations import RESIZED, Operation, geometry, is_strided, signature, tensors, touched
@@ -29,6 +30,7 @@ from segue.device.watch import GRAD, HostReads, Location, OperationMode, describ
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, around_bodies, handling, running_body
 from segue.graph.bridge import OutputNote, is_alias_unseen, note_output
+from segue.graph.modes import kernel_modes
 from segue.graph.state import Draws, default_generator
 from segue.graph.streams import join, noting_streams
 from segue.graph.tree import Spec, flatten, same_value, unflatten
@@ -138,6 +140,8 @@ def traced(
     handler = _TraceHandler(trace, watch, device) if segmented else None
     start = time.perf_counter()
     with without_autocast_cache(), handling(handler), _watching(watch, device, trace):
+        if handler is not None:
+            handler.begin()
         output = forward()
     trace.seconds = time.perf_counter() - start
     leaves = flatten(output)[0]
@@ -284,6 +288,16 @@ class _TraceHandler:
         self._trace = trace
         self._device = device
         self._watch = watch
+        self._contexts: list[Any] = []
+
+    def begin(self) -> None:
+        """The pass begins: its breaks must be met in modes that a replay has too."""
+        self._modes = self._entered()
+
+    def _entered(self) -> Any:
+        """Modes that a replay does not carry to bodies, as it does grad mode, inference mode and autocast."""
+        self._contexts.append(context := dict(copy_context()))  # so that no other value gets the id of one
+        return num_modes(), kernel_modes(self._device.kind)[3:-1], {variable: id(v) for variable, v in context.items()}
 
     def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self._watch
@@ -297,14 +311,16 @@ class _TraceHandler:
         noting: AbstractContextManager[list[Any]] = nullcontext([])
         if watch is not None:
             noting = noting_streams(self._device)
+        is_entered = self._entered() != self._modes
         around = around_bodies.get()
         watched = nullcontext() if around is None else around(mark, leaves)
         lying = _lying(leaves)
-        with handling(None), without_modes(HostReads), running_body():
+        outside = nullcontext() if is_entered else without_modes(HostReads)  # not the pass's own, which the body is met in
+        with handling(None), outside, running_body():
             with watched, noting as joins:
                 results, result_spec = flatten(mark.function(*args, **kwargs))
             join(self._device, joins)
-            refusal = _refusal(mark, location, leaves, results, is_moved=_lying(leaves) != lying)
+            refusal = _refusal(mark, location, leaves, results, is_moved=_lying(leaves) != lying, is_entered=is_entered)
             if refusal is not None:
                 self._trace.refusal = refusal
                 return unflatten(result_spec, iter(results))
@@ -353,7 +369,7 @@ def _lying(leaves: list[Any]) -> list[Any]:
 
 
 def _refusal(
-    mark: Mark, location: Location | None, arguments: list[Any], results: list[Any], *, is_moved: bool
+    mark: Mark, location: Location | None, arguments: list[Any], results: list[Any], *, is_moved: bool, is_entered: bool
 ) -> CaptureError | None:
     """Why a break with these arguments and results cannot be recorded, if so."""
     if any(type(leaf) in (list, dict, tuple) for leaf in (*arguments, *results)):
@@ -369,6 +385,11 @@ def _refusal(
         text = (
             f"returns a {kinds[0].__name__}, a kind of tensor with operations of its own, which memory that a recording "
             "fills is not: return plain tensors (as_subclass(torch.Tensor))"
+        )
+    elif is_entered:
+        text = (
+            "is called inside a mode, a setting or a context variable that the pass has set, and a replay has not (a "
+            "function or dispatch mode, a default dtype, which kernels are allowed): set it inside the break"
         )
     elif is_moved:
         text = (

@@ -17,7 +17,7 @@ import torch
 
 from segue._compat import pytree_node
 
-_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, type(None)})
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, int, float, bool, str, bytes, type(None)})
 """the commonest kinds of leaves, told at once"""
 _VALUES = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 

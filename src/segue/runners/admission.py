@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from segue._compat import storage_handle
+from segue._compat import data_address, storage_handle
 from segue.backends import Backend
 from segue.errors import CaptureError, HostReadError
 from segue.graph import Call, Recording, Trace, calling
@@ -27,10 +27,11 @@ from segue.graph.audit import Audit
 from segue.graph.breaks import around_bodies
 from segue.graph.bridge import External
 from segue.graph.effects import BodyEffects, HostState, hooks
+from segue.graph.guard import interruption
 from segue.graph.lease import Outputs, as_returned
 from segue.graph.modes import kernel_modes
 from segue.graph.reach import Reach, is_marked
-from segue.graph.state import default_generator, whole_storage
+from segue.graph.state import default_generator, keeping_modes, whole_storage
 from segue.graph.tree import Spec, flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
@@ -139,6 +140,9 @@ def admit(
         for name, changed in bodies.changed.items():
             detail = f"break {name} changes {_names(changed)}, which what follows it may read: return the new value instead"
             raise _Refused(Reason.UNSAFE_EFFECTS, detail)
+        for name, held in bodies.held().items():
+            detail = f"break {name} is called while {_names(held)} is changed for the moment, which a replay does not repeat"
+            raise _Refused(Reason.UNSAFE_EFFECTS, f"{detail}: change it inside the break, or pass the value to it")
     if admission.reason is not None:
         return admission, None
     for tensor in inputs:
@@ -202,8 +206,9 @@ def _capture(
 
     changed: list[str] = []
     graph: Any = None
+    modes = keeping_modes(static.device)
     try:
-        with calling(live), backend.lane.capture_pass():
+        with calling(live), modes, backend.lane.capture_pass():
             graph = backend.record(key, lambda: function(*static.args, **static.kwargs), trace)
     except CaptureError as error:
         changed = state.restore(is_own)
@@ -215,6 +220,19 @@ def _capture(
     if changed:
         graph.close()
         raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))
+    if modes.changed:
+        graph.close()
+        detail = "leaves a mode of torch changed, which a replay would not"
+        raise _Refused(Reason.UNSAFE_EFFECTS, f"the run that is recorded {detail}")
+    if graph.recording.difference is not None:
+        found = graph.recording.difference
+        graph.close()
+        if interruption.get() is None:
+            modes.undo_seeds()
+        detail = (
+            f"goes another way than the call before it ({found.traced}; then {found.captured}): a later call is recorded"
+        )
+        raise _Refused(Reason.REBOUND, f"the run that is recorded {detail}")
     if not static.is_intact():
         graph.close()
         raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
@@ -234,7 +252,8 @@ def _capture(
         graph.close()
         detail = "it reads a tensor that each call makes where no operation is seen, in a thread of its own for instance"
         raise _Refused(Reason.UNSAFE_EFFECTS, f"{detail} (shape {list(strange.shape)})")
-    audit = Audit(reach, graph.recording.externals)
+    held = [*static.buffers, *(t for b in graph.recording.breaks for t in b.tensors)] if graph.recording.breaks else []
+    audit = Audit(reach, graph.recording.externals, held)
     if state.others or not before.holds():  # asked last: the recording may have seen what was there before or after
         graph.close()
         raise _Refused(Reason.REBOUND, f"{', '.join(state.others) or 'what it reads'} was changed while it was recorded")
@@ -259,7 +278,7 @@ def _holds_memory_of(lane: Lane, value: Any) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
     tensors = [t for t in items if isinstance(t, torch.Tensor) and _is_strided(t) and t.numel()]
     segments = lane.pool.state().segments if tensors else []
-    return any(start <= t.data_ptr() < start + nbytes for t in tensors for start, nbytes in segments)
+    return any(start <= data_address(t) < start + nbytes for t in tensors for start, nbytes in segments)
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

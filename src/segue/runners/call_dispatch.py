@@ -76,6 +76,8 @@ class CallDispatch:
         self.name = name
         self.options = options
         self.sites: dict[torch.device, Site] = {}
+        self.past_replays = self.past_evictions = 0
+        """of sites that were closed"""
         self.is_frozen = False
         self.is_closed = False
         self.why_disabled = ""
@@ -164,6 +166,8 @@ class CallDispatch:
             with site.lane.exclusive(is_upkeep=True):
                 site.store.close()
             site.lane.close()
+            self.past_replays += site.store.replays
+            self.past_evictions += site.store.evictions
         self.sites.clear()
         self._shortcuts.forget()
 

@@ -60,8 +60,7 @@ class Padding:
 
     def __init__(self, pads: Mapping[str, Pad], function: Callable[..., Any]) -> None:
         self._pads = dict(pads)
-        self._names = parameter_names(function)
-        known = self._names
+        self._names, known = parameter_names(function)
         for name, pad in self._pads.items():
             if not isinstance(pad, Pad):
                 raise ConfigError(f"pad[{name!r}] is {pad!r}; give a segue.Pad")
@@ -101,7 +100,7 @@ class Padding:
 
     def _owners(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """The parameter of each tensor among the arguments."""
-        names = self._names or ()
+        names = self._names
         owners: list[str] = []
         for position, value in enumerate(args):
             owners += [names[position] if position < len(names) else ""] * _count(value)
@@ -126,16 +125,17 @@ def _count(value: Any) -> int:
     return sum(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
 
 
-def parameter_names(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names in order, None where the signature cannot be read or takes any keyword."""
+def parameter_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Names by position, and all names there are: None where any keyword is taken, or the signature cannot be read."""
     target = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
-        return None
-    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
-        return None
-    return tuple(p.name for p in parameters)
+        return (), None
+    positional = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return positional, None
+    return positional, tuple(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL)
 
 
 def cut(tensor: torch.Tensor, axes: Iterable[AxisSize]) -> torch.Tensor:

@@ -79,7 +79,8 @@ class CallRunner:
 
     def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain function."""
-        return self.gated(lambda args, kwargs: self.run(*args, **kwargs), args, kwargs)
+        with calling(Call(args, kwargs)):
+            return self.gated(lambda args, kwargs: self.run(*args, **kwargs), args, kwargs)
 
     def gated(
         self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -253,6 +254,9 @@ class CallRunner:
                 if lane.num_passed:
                     complete = None
                     _give_up(admission)
+            except BaseException:  # the function's own: an eager call
+                self._count(Reason.FIRST_SEEN)
+                raise
             finally:
                 lane.is_recording = False
                 plainly_because.reset(token)
@@ -306,9 +310,11 @@ class CallRunner:
         entry.pending = None
         if admission.graph is None:
             assert admission.reason is not None
-            entry.refuse(admission.reason, admission.detail)
             if admission.reason is Reason.REBOUND:
-                entry.wait = 1
+                entry.note_rebound(admission.detail)
+                entry.wait -= 1  # this call ran already
+            else:
+                entry.refuse(admission.reason, admission.detail)
             return
         self.captures += 1
         entry.is_urgent = False
@@ -341,6 +347,7 @@ class CallRunner:
             answer, difference = verify(entry.graph, tensors, args, kwargs, eager, cut_rows)
         entry.verified += 1
         if difference:
+            entry.replays -= 1  # the answer is eager's
             site.store.drop(entry, Reason.MISMATCH)
             entry.refuse(Reason.MISMATCH, difference)
             entry.wait = 1 << 62

@@ -67,10 +67,10 @@ class Entry:
         self.recent += _MOST_RECENT
         self.pending, self.is_urgent = None, True
 
-    def note_rebound(self) -> None:
+    def note_rebound(self, detail: str = "a parameter, buffer or tensor that it reads lies elsewhere now") -> None:
         """This call runs eagerly and the next one is recorded; where it happens again and again, a later one."""
         self.rebounds += 1
-        self.detail = "a parameter, buffer or tensor that it reads lies elsewhere now"
+        self.reason, self.detail = Reason.REBOUND, detail
         self.wait = 1 if self.rebounds < _MANY_REBOUNDS else min(8 << (self.rebounds - _MANY_REBOUNDS), LAST_RETRY)
 
     @property
@@ -104,6 +104,11 @@ class CallStore:
         yield
         for audit in audits:
             audit.take_growth()
+
+    @property
+    def replays(self) -> int:
+        """By recordings that are here and by those that went."""
+        return self.forgotten_replays + sum(entry.replays for entry in list(self.entries.values()))
 
     @property
     def used_bytes(self) -> int:

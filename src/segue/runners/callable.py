@@ -95,12 +95,13 @@ class GraphedCallable:
         """What every recording costs, how calls were answered, and which keys run eagerly and why."""
         runner = self._runner
         entries: list[Entry] = []
-        pool_bytes = used_bytes = evictions = replays = 0
+        pool_bytes = used_bytes = 0
+        evictions, replays = self._dispatch.past_evictions, self._dispatch.past_replays
         for site in list(self._dispatch.sites.values()):
             pool_bytes += site.lane.reserved_bytes
             used_bytes += site.store.used_bytes
             evictions += site.store.evictions
-            replays += site.store.forgotten_replays
+            replays += site.store.replays
             entries += list(site.store.entries.values())
         rows = [row for row in map(_row, entries) if row is not None]
         refused = [(str(e.shape), str(e.reason), e.detail) for e in entries if e.graph is None and e.detail]
@@ -108,7 +109,7 @@ class GraphedCallable:
             name=self._dispatch.name,
             backend=self._dispatch.options.backend,
             rows=tuple(rows),
-            replays=replays + sum(entry.replays for entry in entries),
+            replays=replays,
             captures=runner.captures,
             evictions=evictions,
             eager={str(reason): count for reason, count in runner.eager.items()},

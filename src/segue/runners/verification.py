@@ -1,6 +1,7 @@
 """Verification: a replay beside an eager run of the same call, bit for bit.
 
 It needs all writes to be known: those of torch operations stand in the trace, those of a break's body in its `writes`.
+Such a body runs twice in a call that is verified: what else it does (taking from an iterator, counting) it does twice.
 What is written is saved with the random generators, the replay runs and is kept, everything is restored, and the call
 runs eagerly. The caller gets eager's answer and eager's state. Where rows were padded, matrix kernels differ in the last
 bits by row count, so results are compared within the dtype's tolerance.
@@ -24,7 +25,7 @@ MAX_BYTES = 256 << 20
 
 def unverifiable(graph: CallGraph) -> str:
     """Why a recording's replays cannot be verified; empty where they can."""
-    unnamed = [b.mark.name for b in graph.breaks if not b.mark.writes and b.tensors]
+    unnamed = [b.mark.name for b in graph.breaks if not b.mark.writes and not b.is_bare]
     if unnamed:
         return f"what the break {unnamed[0]} writes is unknown: name it in @segue.eager_on_graph(writes=...)"
     nbytes = sum(t.untyped_storage().nbytes() for t in graph.outside_written.values())
