@@ -4,7 +4,6 @@ pass's, and bodies that later do otherwise. The plain function, with state of it
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -140,7 +139,6 @@ class Context:
 
 
 HELD = Context()
-SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE", default=1.0)
 
 
 class AddsToProducts(TorchFunctionMode):
@@ -179,13 +177,6 @@ def pushed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def variable() -> Iterator[None]:
-    token = SCALE.set(3.0)
-    yield
-    SCALE.reset(token)
-
-
-@contextlib.contextmanager
 def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
@@ -203,7 +194,6 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "an attribute": attribute,
     "an entry of a dict": entry,
     "an item of a list": pushed,
-    "a context variable": variable,
     "a default dtype": default_dtype,
     "deterministic algorithms": deterministic,
     "a function mode": AddsToProducts,
@@ -213,7 +203,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 @segue.eager_on_graph
 def told(x: torch.Tensor) -> torch.Tensor:
-    scale = HELD.metadata * HELD.table["scale"] * HELD.items[-1] * SCALE.get()
+    scale = HELD.metadata * HELD.table["scale"] * HELD.items[-1]
     flag = 5.0 if torch.are_deterministic_algorithms_enabled() else 1.0
     return torch.mul(x, scale * flag) + torch.zeros(1).element_size()
 

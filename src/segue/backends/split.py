@@ -155,8 +155,8 @@ class _Site:
 
     @staticmethod
     def _is_result(leaf: Leaf) -> bool:
-        """Whether the leaf comes out of the node: not a constant, and not one of the arguments as it is."""
-        return not isinstance(leaf, Constant) and not (isinstance(leaf, Argument) and leaf.is_whole)
+        """Whether the leaf comes out of the node: no constant, no earlier one, and none of the arguments as it is."""
+        return not isinstance(leaf, (Constant, Repeated)) and not (isinstance(leaf, Argument) and leaf.is_whole)
 
     # -- inside the compiler -------------------------------------------------------------------------------------------
 
@@ -167,12 +167,14 @@ class _Site:
             raise self._error(str(error)) from None
         names: dict[str, Any] = {"split_point": split_point}
         given = "".join(f", {paths[i]}" for i in self._through)
-        leaves = [
-            f"out[{self._results.index(i)}]" if i in self._results
-            else paths[leaf.leaf] if isinstance(leaf, Argument)
-            else _literal(leaf.value, names)  # type: ignore[union-attr]
-            for i, leaf in enumerate(self._output.leaves)
-        ]  # fmt: skip
+        leaves: list[str] = []
+        for i, leaf in enumerate(self._output.leaves):
+            leaves.append(
+                leaves[leaf.first] if isinstance(leaf, Repeated)
+                else f"out[{self._results.index(i)}]" if i in self._results
+                else paths[leaf.leaf] if isinstance(leaf, Argument)
+                else _literal(leaf.value, names)  # type: ignore[union-attr]
+            )  # fmt: skip
         try:
             result = _expression(self._output.spec, iter(leaves), names)
         except TypeError as error:
@@ -211,6 +213,8 @@ class _Site:
         if spec != self._output.spec:
             raise self._error(f"returned the structure {spec!r}, and {self._output.spec!r} when it was compiled")
         for result, note in zip(results, self._output.leaves, strict=True):
+            if isinstance(note, Repeated) and result is not results[note.first]:
+                raise self._error(f"returned two tensors, which were result {note.first} twice when it was compiled")
             if isinstance(note, Constant) and not same_value(result, note.value):
                 raise self._error(f"returned {result!r}, and {note.value!r} when it was compiled")
             if isinstance(note, Argument) and note.is_whole and not _is_same(result, everything[note.leaf]):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -288,7 +287,6 @@ class _TraceHandler:
         self._trace = trace
         self._device = device
         self._watch = watch
-        self._contexts: list[Any] = []
 
     def begin(self) -> None:
         """The pass begins: its breaks must be met in modes that a replay has too."""
@@ -296,8 +294,7 @@ class _TraceHandler:
 
     def _entered(self) -> Any:
         """Modes that a replay does not carry to bodies, as it does grad mode, inference mode and autocast."""
-        self._contexts.append(context := dict(copy_context()))  # so that no other value gets the id of one
-        return num_modes(), kernel_modes(self._device.kind)[3:-1], {variable: id(v) for variable, v in context.items()}
+        return num_modes(), kernel_modes(self._device.kind)[3:-1]
 
     def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self._watch
@@ -388,8 +385,8 @@ def _refusal(
         )
     elif is_entered:
         text = (
-            "is called inside a mode, a setting or a context variable that the pass has set, and a replay has not (a "
-            "function or dispatch mode, a default dtype, which kernels are allowed): set it inside the break"
+            "is called inside a mode or setting of torch that the pass has entered, and a replay has not (a function or "
+            "dispatch mode, a default dtype, which kernels are allowed): enter it inside the break"
         )
     elif is_moved:
         text = (
