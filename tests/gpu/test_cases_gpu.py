@@ -121,7 +121,7 @@ def test_results_that_are_lazily_conjugated_are_handed_over_without_harm() -> No
     """Each shape's trace hands its results to the caller's stream; a heap that was harmed ends the process."""
     lines = (
         "import torch, segue",
-        "step = segue.graph(lambda x: (x.conj(), x.conj().imag, x * 2))",
+        "step = segue.graph(lambda x: (x.conj(), x.conj().imag, x * 2), max_graphs=256)",
         "with torch.no_grad():",
         "    for size in range(1, 200):",
         "        for _ in range(3):",

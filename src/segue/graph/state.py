@@ -23,6 +23,19 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
         return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Ordinary tensors over all memory that one of any layout has: indices and values, or what lies under lazy bits."""
+    if tensor.is_nested:
+        return [tensor.values()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [whole_storage(tensor) if tensor.is_conj() or tensor.is_neg() else tensor]
+
+
 def generator_states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 

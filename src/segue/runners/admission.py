@@ -31,7 +31,7 @@ from segue.graph.guard import interruption
 from segue.graph.lease import Outputs, as_returned
 from segue.graph.modes import kernel_modes
 from segue.graph.reach import Reach, is_marked
-from segue.graph.state import default_generator, keeping_modes, whole_storage
+from segue.graph.state import default_generator, keeping_modes, parts_of
 from segue.graph.tree import Spec, flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
@@ -399,5 +399,6 @@ def _hand_over(lane: Lane, output: Any) -> None:
         return
     for leaf in flatten(output)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-            # Of its plain memory: torch frees what it makes of a lazily conjugated or negated tensor here twice.
-            (whole_storage(leaf) if leaf.is_conj() or leaf.is_neg() else leaf).record_stream(stream)
+            # Of plain memory: torch does it for no other layout, and frees what it makes of lazy bits here twice.
+            for part in parts_of(leaf):
+                part.record_stream(stream)
