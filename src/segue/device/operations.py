@@ -171,6 +171,17 @@ def signature(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return key
 
 
+def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What an operation is told beside tensors, as text: numbers, dtypes, sizes."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in (list, tuple):
+            found += [None if isinstance(v, torch.Tensor) else v for v in value]
+        elif not isinstance(value, (torch.Tensor, torch.Generator)):
+            found.append(value)
+    return repr(found)
+
+
 def _mark(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _TensorMark(value.dtype, tuple(value.shape), value.stride())

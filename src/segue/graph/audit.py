@@ -189,7 +189,8 @@ class Audit:
         self._scalars = list(map(repr, values))  # 1, 1.0 and True differ, and so do the two zeros
         tensors |= {id(t): t for t in held}
         placed = [t for t in tensors.values() if _is_placed(t)]  # what is not read may tell its shape
-        self._read = [t for t in placed if storage_handle(t) in externals]
+        # what requires grad by now made no backward: the pass disables grad, or the result does not depend on it so
+        self._read = [t for t in placed if storage_handle(t) in externals and not t.requires_grad]
         trained = [m for m in reach.modules if type(m) not in _INDIFFERENT or any([vars(m).get(name) for name in HOOKS])]
         self._own, self._outlines = reach.own, list(map(_outline, reach.own))
         self._items = list(map(list, reach.own))  # held, so that no other gets the id of one
@@ -247,7 +248,7 @@ class Audit:
         return list(map(repr, map(getitem, self._scalar_holders, self._scalar_keys))) == self._scalars
 
     def requires_grad(self) -> bool:
-        """Whether a tensor that the recording reads now requires grad."""
+        """Whether a tensor that the recording reads requires grad now, and did not when it was made."""
         return any([t.requires_grad for t in self._read])
 
 

@@ -74,6 +74,7 @@ class Repeated:
 
 Leaf = Fresh | Argument | External | Constant | Repeated
 
+_KINDS = (torch.Tensor, torch.nn.Parameter)
 _ITEM = 16
 """bytes of the largest dtype: a bridge of several views holds a whole number of them"""
 
@@ -169,15 +170,24 @@ def _argument_storages(arguments: Sequence[Any]) -> dict[int, int]:
 
 def is_alias_unseen(results: Sequence[Any], arguments: Sequence[Any]) -> bool:
     """Whether a result lies in an argument's memory by a storage of its own, as DLPack and NumPy make them."""
-    owners = _argument_storages(arguments)
-    starts = [data_address(arguments[i]) - arguments[i].storage_offset() * arguments[i].itemsize for i in owners.values()]
-    spans = [(at, at + arguments[i].untyped_storage().nbytes()) for at, i in zip(starts, owners.values(), strict=True)]
+    owners, spans = _argument_storages(arguments), _spans(arguments)
     return any(
-        start <= data_address(leaf) < end
-        for leaf in results
-        if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_handle(leaf) not in owners
-        for start, end in spans
+        isinstance(leaf, torch.Tensor) and storage_handle(leaf) not in owners and _lies_in(leaf, spans) for leaf in results
     )
+
+
+def _spans(arguments: Sequence[Any]) -> list[tuple[int, int]]:
+    """The memory under tensors, from address to address."""
+    held = [arguments[i] for i in _argument_storages(arguments).values()]
+    starts = [data_address(t) - t.storage_offset() * t.itemsize for t in held]
+    return [(start, start + t.untyped_storage().nbytes()) for start, t in zip(starts, held, strict=True)]
+
+
+def _lies_in(tensor: torch.Tensor, spans: Sequence[tuple[int, int]]) -> bool:
+    if not spans or not tensor.numel():
+        return False
+    address = data_address(tensor)
+    return any([start <= address < end for start, end in spans])
 
 
 def _argument_note(tensor: torch.Tensor, index: int, arguments: Sequence[Any]) -> Argument:
@@ -253,7 +263,7 @@ def delivery(name: str, note: OutputNote, targets: Sequence[Any], arguments: Seq
     The function raises `BreakOutputError` where the result differs from the note; nothing is copied then but leaves
     that come before the one at fault.
     """
-    held = frozenset(_argument_storages(arguments))
+    held = _spans(arguments)
     if note.spec.is_leaf and isinstance(note.leaves[0], Fresh):
         return _deliver_tensor(name, targets[0], held)
     if note.spec.is_leaf and isinstance(note.leaves[0], Constant) and note.leaves[0].value is None:
@@ -327,7 +337,9 @@ def _shared_delivery(name: str, note: OutputNote, bridge: int, targets: Sequence
     return copy
 
 
-def _leaf_delivery(name: str, note: Leaf, target: Any, held: frozenset[int], *, is_shared: bool) -> Callable[[Any], None]:
+def _leaf_delivery(
+    name: str, note: Leaf, target: Any, held: Sequence[tuple[int, int]], *, is_shared: bool
+) -> Callable[[Any], None]:
     if isinstance(note, Repeated):
         return lambda output: None
     if isinstance(note, Constant):
@@ -337,16 +349,16 @@ def _leaf_delivery(name: str, note: Leaf, target: Any, held: frozenset[int], *, 
     return _deliver_address(name, target, "an argument" if isinstance(note, Argument) else "a lasting tensor")
 
 
-def _deliver_tensor(name: str, bridge: torch.Tensor, held: frozenset[int]) -> Callable[[Any], None]:
+def _deliver_tensor(name: str, bridge: torch.Tensor, held: Sequence[tuple[int, int]]) -> Callable[[Any], None]:
     shape, dtype, device, copy = bridge.shape, bridge.dtype, bridge.device, bridge.copy_
     is_grad_enabled = torch.is_grad_enabled
 
     def deliver(output: Any) -> None:
         if output is bridge:  # written in place through `out`
             return
-        if not isinstance(output, torch.Tensor) or output.shape != shape or output.dtype != dtype or output.device != device:
+        if type(output) not in _KINDS or output.shape != shape or output.dtype != dtype or output.device != device:
             raise _mismatch(name, bridge, output)
-        if storage_handle(output) in held:
+        if _lies_in(output, held):
             raise _no_longer_fresh(name)
         if is_grad_enabled():
             with torch.no_grad():
@@ -357,13 +369,13 @@ def _deliver_tensor(name: str, bridge: torch.Tensor, held: frozenset[int]) -> Ca
     return deliver
 
 
-def _check_tensor(name: str, bridge: torch.Tensor, held: frozenset[int]) -> Callable[[Any], None]:
+def _check_tensor(name: str, bridge: torch.Tensor, held: Sequence[tuple[int, int]]) -> Callable[[Any], None]:
     shape, dtype, device = bridge.shape, bridge.dtype, bridge.device
 
     def check(output: Any) -> None:
-        if not isinstance(output, torch.Tensor) or output.shape != shape or output.dtype != dtype or output.device != device:
+        if type(output) not in _KINDS or output.shape != shape or output.dtype != dtype or output.device != device:
             raise _mismatch(name, bridge, output)
-        if storage_handle(output) in held:
+        if _lies_in(output, held):
             raise _no_longer_fresh(name)
 
     return check

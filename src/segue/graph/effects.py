@@ -73,8 +73,10 @@ class HostState:
         """Puts back what changed, and returns its names. A weight, a buffer or a child that `is_own` (told the name and the
         new value) denies is another thread's doing: it stays, and is named in `others`."""
         changed, self.others = [], []
-        for change in list(self.changes()):
-            if is_own is None or not change.is_binding or is_own(change.label, change.value):
+        for change in list(self._differences()):
+            if change.is_equal:
+                change.undo()
+            elif is_own is None or not change.is_binding or is_own(change.label, change.value):
                 change.undo()
                 changed.append(change.label)
             else:
@@ -83,10 +85,14 @@ class HostState:
 
     def changes(self) -> Iterator[_Change]:
         """What is not as it was."""
+        return (change for change in self._differences() if not change.is_equal)
+
+    def _differences(self) -> Iterator[_Change]:
         for container, key, value, label in self._entries:
             now = _entry(container, key)
-            if not _is_same(now, value):
-                yield _Change(label, now, partial(operator.setitem, container, key, value))
+            if now is not value:
+                undo = partial(operator.setitem, container, key, value)
+                yield _Change(label, now, undo, is_equal=_is_same(now, value))
         for container, copy, label, is_table in self._copies:
             for change in _changes_of(container, copy, label):
                 yield change._replace(is_binding=is_table)
@@ -101,6 +107,8 @@ class _Change(NamedTuple):
     undo: Callable[[], Any]
     is_binding: bool = False
     """whether a module holds it as its parameter, buffer or child, or it is where a tensor lies"""
+    is_equal: bool = False
+    """whether another object took its place, and says the same"""
 
 
 _DATA = "the .data, the sizes or the strides of a tensor"
@@ -181,8 +189,9 @@ def _changes_of(container: Any, copy: Any, label: str) -> Iterator[_Change]:
             yield _Change(f"{label}.{key}", dict.get(container, key), partial(container.__delitem__, key))
         for key, value in copy.items():
             now = dict.get(container, key, _MISSING)
-            if not _is_same(now, value):
-                yield _Change(f"{label}.{key}", now, partial(operator.setitem, container, key, value))
+            if now is not value:
+                undo = partial(operator.setitem, container, key, value)
+                yield _Change(f"{label}.{key}", now, undo, is_equal=_is_same(now, value))
 
 
 def _replace(container: list[Any] | deque[Any], copy: list[Any]) -> None:
@@ -203,7 +212,18 @@ def _entry(container: Any, key: Any) -> Any:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, (bool, int, float, complex, str, bytes)) and same_value(a, b))
+    """Whether one took the other's place without a change: the object itself, or an equal one that cannot change."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, frozenset)):
+        pairs = zip(a, b) if isinstance(a, tuple) else zip(sorted(map(repr, a)), sorted(map(repr, b)))
+        return len(a) == len(b) and not getattr(a, "__dict__", None) and all(_is_same(x, y) for x, y in pairs)
+    return isinstance(a, _UNCHANGING) and same_value(a, b)
+
+
+_UNCHANGING = (bool, int, float, complex, str, bytes, torch.device, torch.dtype, slice, range)
 
 
 def hooks(reach: Reach) -> list[str]:

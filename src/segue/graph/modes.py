@@ -82,10 +82,12 @@ def kernel_modes(device_type: str) -> tuple[Any, ...]:
         reduces_in_bf16(),
         adds_in_fp16(),
         uses_mkldnn(),
+        _takes_fast_path(),
         torch.get_default_device() if has_function_modes() else None,
     )
 
 
+_takes_fast_path = torch.backends.mha.get_fastpath_enabled
 _is_inference, _is_grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
 _PRECISIONS = [(kind, name) for kind in ("cuda", "mkldnn") for name in ("matmul", "conv", "rnn")]

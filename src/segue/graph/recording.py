@@ -27,7 +27,7 @@ import torch
 
 from segue._compat import data_address
 from segue.device import Capture, Device, DeviceGraph, Pool
-from segue.device.operations import Operation, is_strided, tensors, touched
+from segue.device.operations import Operation, is_strided, plain_arguments, tensors, touched
 from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
 from segue.graph.breaks import Mark, break_graph, handling, running_body
@@ -392,7 +392,7 @@ class _CaptureWatch:
         trace: Trace,
         after: Callable[[int, Operation, Location | None, list[torch.Tensor]], None] | None,
     ) -> None:
-        self._traced = trace.operations
+        self._traced, self._told = trace.operations, trace.plain_arguments
         self._after = after
         self._should_stop = interruption.get()
         self._index = 0
@@ -426,7 +426,7 @@ class _CaptureWatch:
         index, self._index = self._index, self._index + 1
         if self._difference is None:
             expected = self._traced[index] if index < len(self._traced) else None
-            if expected is None or expected[0] is not op:
+            if expected is None or expected[0] is not op or self._told[index] != plain_arguments(args, kwargs):
                 self._difference = Difference(index, _describe(expected), _describe((op, location)))
         if op.returns_fresh and is_strided(result):
             line = describe_line(location)

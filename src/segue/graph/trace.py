@@ -24,7 +24,7 @@ import torch
 from segue._compat import data_address, num_modes, storage_handle, storage_weakref, without_modes
 from segue.device import Device, ShapeMemo
 from segue.device.cpu_tape import fresh_results
-from segue.device.operations import RESIZED, Operation, geometry, is_strided, signature, tensors, touched
+from segue.device.operations import RESIZED, Operation, geometry, is_strided, plain_arguments, signature, tensors, touched
 from segue.device.watch import GRAD, HostReads, Location, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, around_bodies, handling, running_body
@@ -67,6 +67,8 @@ class Trace:
     is_full: bool
     breaks: list[BreakNote] = field(default_factory=list)
     operations: list[tuple[Operation, Location | None]] = field(default_factory=list)
+    plain_arguments: list[str] = field(default_factory=list)
+    """of each operation"""
     externals: dict[int, torch.Tensor] = field(default_factory=dict)
     written: dict[int, torch.Tensor] = field(default_factory=dict)
     host_reads: list[HostRead] = field(default_factory=list)
@@ -199,6 +201,7 @@ class _TraceMode(OperationMode):
         trace = self._trace
         location = user_line()
         trace.operations.append((op, location))
+        trace.plain_arguments.append(plain_arguments(args, kwargs))
         if op.reads_host(args):
             trace.host_reads.append(HostRead(op.name, location))
         if op.name == "aten.lift_fresh.default":  # torch.tensor(...): a constant of the program, made here

@@ -158,10 +158,12 @@ def _build_dataclass(kind: type, names: tuple[str, ...], children: list[Any]) ->
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equality by type and value, so that 1, True and 1.0 differ and nan equals nan. Objects that cannot say whether they
-    are equal (arrays) are not, unless they are one."""
+    """Equality by type and value, so that 1, True and 1.0 differ, 0.0 and -0.0 do, and nan equals nan. Objects that cannot
+    say whether they are equal (arrays) are not, unless they are one."""
     if a is b:
         return True
+    if type(a) is float or type(a) is complex:
+        return type(a) is type(b) and repr(a) == repr(b)
     try:
         return type(a) is type(b) and bool(a == b or (a != a and b != b))
     except (RuntimeError, ValueError):

@@ -98,7 +98,7 @@ def admit(
             output = function(*args, **kwargs)
         detail = f"what it reaches cannot be read: {type(error).__name__}: {error}"
         return Admission(output, reason=Reason.CAPTURE_FAILED, detail=detail, error=error), None
-    if not is_live and (static.overlaps or _are_held(reach, scan.tensors)):
+    if not is_live and (static.overlaps or _are_held(search(follows_breaks=True), scan.tensors)):
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
         detail = "arguments share memory in a way that copies cannot keep"
@@ -257,7 +257,8 @@ def _capture(
     if state.others or not before.holds():  # asked last: the recording may have seen what was there before or after
         graph.close()
         raise _Refused(Reason.REBOUND, f"{', '.join(state.others) or 'what it reads'} was changed while it was recorded")
-    return CallGraph(graph, static, written, audit, lasting)
+    beyond = search(follows_breaks=True).tensors() if graph.recording.breaks else []  # what bodies alone reach
+    return CallGraph(graph, static, written, audit, lasting, beyond)
 
 
 def _strange(recording: Recording, trace: Trace, static: StaticCall, reach: Reach) -> torch.Tensor | None:

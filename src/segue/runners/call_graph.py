@@ -165,9 +165,15 @@ class CallGraph:
     """A recording with what its calls need. Guarded by the lane's lock; owns the recording until `close`."""
 
     def __init__(
-        self, graph: Replayable, static: StaticCall, written: set[int], audit: Audit, lasting: Sequence[Any]
+        self,
+        graph: Replayable,
+        static: StaticCall,
+        written: set[int],
+        audit: Audit,
+        lasting: Sequence[Any],
+        beyond: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`lasting` are what the traced call returned, as far as that is still there."""
+        """`lasting` are what the traced call returned, as far as that is there; `beyond` what bodies of breaks reach."""
         recording = graph.recording  # type: ignore[attr-defined]
         buffers = {storage_handle(b): i for i, b in enumerate(static.buffers)}
         outside = {h: t for h, t in recording.externals.items() if h not in buffers}
@@ -184,8 +190,8 @@ class CallGraph:
         if self.has_breaks and static.is_inference:  # no version counter moves there, so what a body may write it wrote
             reached = {storage_handle(t) for b in recording.breaks for t in b.tensors if t.layout is torch.strided}
             written = written | {i for h, i in buffers.items() if h in reached}
-        self.written = sorted(written)
         declared = {storage_handle(t): t for b in recording.breaks for t in b.written}
+        self.written = sorted(written | {i for h, i in buffers.items() if h in declared})
         self.outside_written = {
             h: t for h, t in (declared | recording.written).items() if h not in buffers and h in recording.externals
         }
@@ -193,7 +199,7 @@ class CallGraph:
         self.difference = recording.difference
         self.breaks = recording.breaks
         self._replay = graph.replay
-        self._watched = self._ranges(outside)
+        self._watched = self._ranges(outside | {storage_handle(t): t for t in beyond if t.layout is torch.strided})
         self._exact = self.outputs.needs_strides
         overlaps = static.overlaps and bool(self.written or self.has_breaks)
         self.answers_all = not (overlaps or self._exact or self._watched[0])

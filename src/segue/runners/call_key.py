@@ -81,6 +81,8 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
             parts.append((kind, leaf))
         elif kind in _INEXACT:
             parts.append((kind, repr(leaf)))
+        elif kind.__module__ == "numpy" and kind.__name__ != "ndarray" and hasattr(leaf, "tobytes"):
+            parts.append((kind, leaf.tobytes()))  # a scalar
         elif has_value(leaf):
             parts.append((kind, leaf))
         else:
