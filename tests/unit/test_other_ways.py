@@ -448,3 +448,201 @@ def test_the_plain_function_sees_the_call_too() -> None:
     for _ in range(3):
         same(step(torch.ones(2), 3), torch.full((2,), 6.0))
     same(step.eager(torch.ones(2), 4), torch.full((2,), 8.0))
+
+
+# -- state that bodies alone reach, other numbers, writes past the counter --------------------------------------------
+
+
+class Cached(torch.nn.Module):
+    def __init__(self, way: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("kv", torch.zeros(4, 3))
+        self.way = way
+
+    @segue.eager_on_graph
+    def write(self, x: torch.Tensor) -> torch.Tensor:
+        self.kv[:2].add_(x)
+        return x.sum()
+
+    @segue.eager_on_graph
+    def read(self) -> torch.Tensor:
+        return self.kv.sum().clone()
+
+    def forward(self, x: torch.Tensor, kv: torch.Tensor) -> Any:
+        return self.way(self, x, kv)
+
+
+def read_written(m: Any, x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    written = m.write(x * 1)
+    return kv.sum() + written
+
+
+CACHED: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
+    "a body writes": read_written,
+    "a body reads": lambda m, x, kv: (kv.add_(x[:1]), m.read())[1],
+    "both write": lambda m, x, kv: (kv[2:].add_(1), m.write(x * 1), x * 1)[2],
+}
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("name", CACHED)
+def test_an_argument_may_be_state_that_bodies_alone_reach(name: str, is_apart: bool) -> None:
+    ours, theirs = Cached(CACHED[name]), Cached(CACHED[name])
+    step = segue.graph(ours)
+    apart = [torch.zeros(4, 3), torch.zeros(4, 3)]
+    for turn in range(6):
+        x = torch.full((2, 3), float(turn))
+        same(step(x, apart[0] if is_apart else ours.kv), theirs(x, apart[1] if is_apart else theirs.kv))
+        same((ours.kv, apart[0]), (theirs.kv, apart[1]))
+    assert step.report().replays == (4 if is_apart else 0)
+    assert is_apart or eager_reasons(step)["aliased_inputs"] == 4
+
+
+@segue.eager_on_graph
+def parameter(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(x.clone(), requires_grad=False)
+
+
+FACTS: dict[str, Callable[[torch.Tensor], bool]] = {
+    "is a parameter": lambda z: isinstance(z, torch.nn.Parameter),
+    "starts later": lambda z: z.storage_offset() == 0,
+    "is a view": lambda z: z._base is not None,
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_numbers_that_the_recorded_run_chooses_otherwise_are_noticed(name: str) -> None:
+    shifted = segue.eager_on_graph(lambda x: torch.cat([x, x])[x.numel() :])
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        z = parameter(x) if name == "is a parameter" else shifted(x)
+        return z * (2 if FACTS[name](z) else 3)
+
+    step = segue.graph(body)
+    for _ in range(6):
+        x = torch.randn(2)
+        same(step(x), body(x))
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+LATER: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "dlpack": torch.from_dlpack,
+    "a kind of tensor": lambda x: x.clone().as_subclass(Marked),
+    "the other zero": lambda x: -0.0,
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_a_body_returns_later_is_told_from_what_it_returned(name: str) -> None:
+    turns = itertools.count()
+
+    @segue.eager_on_graph
+    def body(x: torch.Tensor) -> Any:
+        early = 0.0 if name == "the other zero" else x.clone()
+        return LATER[name](x) if next(turns) == 3 else early
+
+    step, raised = segue.graph(lambda x: body(x * 1) + x), []
+    for turn in range(6):
+        x = torch.full((2,), float(turn))
+        try:
+            same(step(x), x if name == "the other zero" else x * 2)
+        except BreakOutputError:
+            raised.append(turn)
+    assert raised == [3]
+
+
+@pytest.mark.parametrize("way", ["numpy", ".data", "in place"])
+def test_a_declared_write_reaches_the_caller_whatever_counts_it(way: str) -> None:
+    @segue.eager_on_graph(writes=("x",))
+    def fill(x: torch.Tensor) -> None:
+        if way == "numpy":
+            x.numpy().fill(5)
+        else:
+            (x.data if way == ".data" else x).fill_(5)
+
+    step = segue.graph(lambda x: (fill(x), x * 2)[1])
+    for turn in range(5):
+        x = torch.full((2,), float(turn))
+        same(step(x), torch.full((2,), 10.0))
+        same(x, torch.full((2,), 5.0))
+    assert step.report().replays == 3
+
+
+# -- what is set again to what it was, grad that the pass disables, NumPy's numbers ------------------------------------
+
+
+SET: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
+    "a size": (lambda x: x.shape, True),
+    "a tuple": (lambda x: tuple(x.shape), True),
+    "a nested tuple": (lambda x: (1, (2.5, "a", (None,))), True),
+    "a device": (lambda x: torch.device(str(x.device)), True),
+    "a slice": (lambda x: slice(0, x.shape[0]), True),
+    "a range": (lambda x: range(x.shape[0]), True),
+    "a frozen set": (lambda x: frozenset(x.shape), True),
+    "a tuple of lists": (lambda x: ([1],), False),
+    "a list": (lambda x: [2, 8], False),
+    "a tensor": (lambda x: x * 2, False),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_an_attribute_that_is_set_to_what_it_was_hinders_no_recording(name: str) -> None:
+    make, is_recorded = SET[name]
+
+    class Setting(torch.nn.Module):
+        value: Any = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: dict[str, Any] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.value = self.table["value"] = make(x)
+            return x * 2
+
+    model = Setting()
+    step = segue.graph(model)
+    for _ in range(5):
+        x = torch.randn(2, 8)
+        same(step(x), x * 2)
+        assert is_recorded is False or model.value == make(x) == model.table["value"]
+    assert step.report().replays == (3 if is_recorded else 0)
+
+
+@pytest.mark.parametrize("disabling", [torch.no_grad, torch.inference_mode])
+def test_a_pass_that_disables_grad_itself_is_replayed_with_grad_on(disabling: Any) -> None:
+    linear = torch.nn.Linear(4, 4)
+    frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+
+    @disabling()
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return frozen(linear(x))
+
+    step = segue.graph(forward)
+    with torch.enable_grad():
+        for turn in range(6):
+            x = torch.randn(2, 4)
+            got, expected = step(x), forward(x)
+            same(got, expected)
+            assert got.requires_grad == expected.requires_grad and got.is_inference() == expected.is_inference()
+            assert turn < 2 or step.report().replays == turn - 1
+        free = segue.graph(lambda x: frozen(x))
+        for _ in range(4):
+            free(x)
+        assert free.report().replays == 2
+        frozen.requires_grad_()
+        assert free(x).requires_grad, "what requires grad only now is not replayed"
+
+
+def test_numpy_numbers_are_told_apart() -> None:
+    np = pytest.importorskip("numpy")
+    step = segue.graph(lambda x, scale: x / float(scale))
+    for scale in (np.float32(2), np.float64(2), np.int64(2), np.float32(0.0), np.float32(-0.0), np.float32("nan")) * 4:
+        x = torch.ones(2)
+        same(step(x, scale), x / float(scale))
+    assert step.report().captures == 6 and step.report().replays == 12
+    assert segue.graph(lambda x, a: x)(x, np.ones(2)) is x
