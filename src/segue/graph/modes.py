@@ -57,6 +57,15 @@ def current_modes(device_type: str) -> Modes:
     return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
 
+SETTINGS = (
+    "a default dtype", "deterministic algorithms", "a precision of matrix products", "TF32 in convolutions",
+    "flash attention", "memory-efficient attention", "attention's plain code", "cuDNN's attention", "cuDNN",
+    "cuDNN's benchmark", "cuDNN's determinism", "sums in fp16", "sums in bf16", "accumulation in fp16", "oneDNN",
+    "the fast path of transformer layers",
+)  # fmt: skip
+"""what `kernel_modes` says from the fourth place on, but for the last"""
+
+
 def kernel_modes(device_type: str) -> tuple[Any, ...]:
     """What selects kernels and result types at a call, beside the arguments: part of a call's key."""
     try:

@@ -29,7 +29,7 @@ from segue.device.watch import GRAD, HostReads, Location, OperationMode, describ
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, around_bodies, handling, running_body
 from segue.graph.bridge import OutputNote, is_alias_unseen, note_output
-from segue.graph.modes import kernel_modes
+from segue.graph.modes import SETTINGS, kernel_modes
 from segue.graph.state import Draws, default_generator
 from segue.graph.streams import join, noting_streams
 from segue.graph.tree import Spec, flatten, same_value, unflatten
@@ -295,9 +295,10 @@ class _TraceHandler:
         """The pass begins: its breaks must be met in modes that a replay has too."""
         self._modes = self._entered()
 
-    def _entered(self) -> Any:
+    def _entered(self) -> dict[str, Any]:
         """Modes that a replay does not carry to bodies, as it does grad mode, inference mode and autocast."""
-        return num_modes(), kernel_modes(self._device.kind)[3:-1]
+        settings = zip(SETTINGS, kernel_modes(self._device.kind)[3:-1], strict=True)
+        return dict(zip(("a function mode", "a dispatch mode"), num_modes(), strict=True)) | dict(settings)
 
     def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self._watch
@@ -311,16 +312,16 @@ class _TraceHandler:
         noting: AbstractContextManager[list[Any]] = nullcontext([])
         if watch is not None:
             noting = noting_streams(self._device)
-        is_entered = self._entered() != self._modes
+        entered = [name for name, value in self._entered().items() if value != self._modes[name]]
         around = around_bodies.get()
         watched = nullcontext() if around is None else around(mark, leaves)
         lying = _lying(leaves)
-        outside = nullcontext() if is_entered else without_modes(HostReads)  # not the pass's own, which the body is met in
+        outside = nullcontext() if entered else without_modes(HostReads)  # not the pass's own, which the body is met in
         with handling(None), outside, running_body():
             with watched, noting as joins:
                 results, result_spec = flatten(mark.function(*args, **kwargs))
             join(self._device, joins)
-            refusal = _refusal(mark, location, leaves, results, is_moved=_lying(leaves) != lying, is_entered=is_entered)
+            refusal = _refusal(mark, location, leaves, results, is_moved=_lying(leaves) != lying, entered=entered)
             if refusal is not None:
                 self._trace.refusal = refusal
                 return unflatten(result_spec, iter(results))
@@ -369,7 +370,7 @@ def _lying(leaves: list[Any]) -> list[Any]:
 
 
 def _refusal(
-    mark: Mark, location: Location | None, arguments: list[Any], results: list[Any], *, is_moved: bool, is_entered: bool
+    mark: Mark, location: Location | None, arguments: list[Any], results: list[Any], *, is_moved: bool, entered: list[str]
 ) -> CaptureError | None:
     """Why a break with these arguments and results cannot be recorded, if so."""
     if any(type(leaf) in (list, dict, tuple) for leaf in (*arguments, *results)):
@@ -386,10 +387,9 @@ def _refusal(
             f"returns a {kinds[0].__name__}, a kind of tensor with operations of its own, which memory that a recording "
             "fills is not: return plain tensors (as_subclass(torch.Tensor))"
         )
-    elif is_entered:
+    elif entered:
         text = (
-            "is called inside a mode or setting of torch that the pass has entered, and a replay has not (a function or "
-            "dispatch mode, a default dtype, which kernels are allowed): enter it inside the break"
+            f"is called inside {' and '.join(entered)} that the pass has set, and a replay has not: set it inside the break"
         )
     elif is_moved:
         text = (
