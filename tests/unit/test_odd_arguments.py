@@ -226,3 +226,22 @@ def test_a_filling_that_the_dtype_cannot_hold_makes_a_call_eager(fill: Any, dtyp
 def test_a_filling_that_is_no_number_is_refused(fill: Any) -> None:
     with pytest.raises(ConfigError, match="fill"):
         segue.Pad(ladder=[8], fill=fill)
+
+
+UNCOMPARABLE: dict[str, Any] = {
+    "a set, which has no value": {1, 2},
+    "a Linear, which has no value": torch.nn.Linear(2, 2),
+    "a bytearray, which has no value": bytearray(b"a"),
+    "a Linear, as a key": {torch.nn.Linear(2, 2): 1},
+    "a sparse_coo tensor": torch.eye(2).to_sparse(),
+    "a lazily conjugated or negated tensor": torch.ones(2, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("detail", UNCOMPARABLE)
+def test_what_hinders_a_key_is_named(detail: str) -> None:
+    step = segue.graph(lambda x, other: x * 2)
+    for _ in range(3):
+        step(torch.ones(2), UNCOMPARABLE[detail])
+    found = step.explain(torch.ones(2), UNCOMPARABLE[detail])
+    assert str(found.reason) == "unhashable_argument" and detail in str(found)

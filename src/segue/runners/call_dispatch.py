@@ -106,7 +106,7 @@ class CallDispatch:
         except Exception as error:  # of code of the user's: __hash__, __eq__, a property, a container that holds itself
             return _eagerly(Reason.UNHASHABLE_ARGUMENT, _text(error))
         if call.reason is not None:
-            return _eagerly(call.reason)
+            return _eagerly(call.reason, call.detail)
         if is_observed():
             what = "a dispatch mode, a transform of torch.func, a level of forward_ad or parametrize.cached() is active"
             return _eagerly(Reason.DEBUG, what)

@@ -36,7 +36,8 @@ _COMPILERS = ("_dynamo", "_has_dynamo")
 
 
 class Scan(NamedTuple):
-    """One call taken apart. `reason` says why it has no key. `leaves` are all, `places` says which are tensors."""
+    """One call taken apart. `reason` says why it has no key, `detail` what is at fault. `leaves` are all, `places` says
+    which are tensors."""
 
     key: Any
     reason: Reason | None
@@ -44,6 +45,7 @@ class Scan(NamedTuple):
     tensors: list[torch.Tensor]
     places: list[int]
     structure: Any
+    detail: str = ""
 
 
 def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch.device]) -> Scan:
@@ -56,14 +58,18 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
     places: list[int] = []
     device = None
     reason: Reason | None = None
-    if type(structure) is Spec and structure.objects and not all(map(_is_plain, structure.objects)):
-        reason = Reason.UNHASHABLE_ARGUMENT
+    detail = ""
+    if type(structure) is Spec and structure.objects:
+        for held in structure.objects:
+            if not _is_plain(held):
+                reason, detail = Reason.UNHASHABLE_ARGUMENT, f"a {type(held).__name__}, as a key or in a registered node"
     for place, leaf in enumerate(leaves):
         kind = type(leaf)
         if kind in _TENSORS:
             # one without one shape says so by ending the process; others have no memory that a copy could fill
             if leaf.is_nested or leaf.layout is not _strided or leaf.is_quantized:
-                reason = Reason.UNHASHABLE_ARGUMENT
+                what = "a nested" if leaf.is_nested else "a quantized" if leaf.is_quantized else f"a {leaf.layout}"
+                reason, detail = Reason.UNHASHABLE_ARGUMENT, f"{what.replace('torch.', '')} tensor"
                 continue
             if leaf.is_contiguous() and (leaf.dim() < 4 or 1 not in leaf.shape):
                 parts.append((leaf.shape, leaf.dtype, False))
@@ -74,7 +80,7 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
             elif device != leaf.device:
                 reason = Reason.OTHER_DEVICE
             if leaf.is_conj() or leaf.is_neg():
-                reason = Reason.UNHASHABLE_ARGUMENT
+                reason, detail = Reason.UNHASHABLE_ARGUMENT, "a lazily conjugated or negated tensor"
             found.append(leaf)
             places.append(place)
         elif kind in _BY_VALUE:
@@ -86,13 +92,13 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
         elif has_value(leaf):
             parts.append((kind, leaf))
         else:
-            reason = Reason.UNHASHABLE_ARGUMENT
+            reason, detail = Reason.UNHASHABLE_ARGUMENT, f"a {kind.__name__}, which has no value to compare"
     if device is None:
         device = home()
     if device.type not in ("cpu", "cuda"):
         reason = reason or Reason.OTHER_DEVICE
     if reason is not None:
-        return Scan(None, reason, leaves, found, places, structure)
+        return Scan(None, reason, leaves, found, places, structure, detail)
     alias = aliases(found) if len(found) > 1 else None
     key = structure, tuple(parts), alias, device, kernel_modes(device.type)
     return Scan(key, None, leaves, found, places, structure)
