@@ -647,3 +647,22 @@ def test_numpy_numbers_are_told_apart() -> None:
         same(step(x, scale), x / float(scale))
     assert step.report().captures == 6 and step.report().replays == 12
     assert segue.graph(lambda x, a: x)(x, np.ones(2)) is x
+
+
+class Unreadable(dict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("not now")
+
+
+UNREADABLE = Unreadable(a=1)
+
+
+@segue.eager_on_graph
+def reading(x: torch.Tensor) -> torch.Tensor:
+    return x * len(UNREADABLE)
+
+
+def test_what_a_body_reaches_may_be_unreadable() -> None:
+    step = segue.graph(lambda x: reading(x + 1) * 2, pad={"x": segue.Pad(ladder=(8,))})
+    for size in (3, 4, 3, 5):
+        same(step(torch.ones(size)), torch.full((size,), 4.0))

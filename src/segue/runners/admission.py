@@ -98,7 +98,7 @@ def admit(
             output = function(*args, **kwargs)
         detail = f"what it reaches cannot be read: {type(error).__name__}: {error}"
         return Admission(output, reason=Reason.CAPTURE_FAILED, detail=detail, error=error), None
-    if not is_live and (static.overlaps or _are_held(search(follows_breaks=True), scan.tensors)):
+    if not is_live and (static.overlaps or _are_held(search, scan.tensors)):
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
         detail = "arguments share memory in a way that copies cannot keep"
@@ -362,9 +362,13 @@ def keeps_arguments(scan: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return structure == scan.structure and all(a is b for a, b in zip(leaves, scan.leaves, strict=True))
 
 
-def _are_held(reach: Reach, tensors: list[torch.Tensor]) -> bool:
-    """Whether an argument is part of a tensor that the callable reaches by itself."""
-    handles = {storage_handle(t) for t in reach.tensors() if t.layout is torch.strided}
+def _are_held(search: Callable[..., Reach], tensors: list[torch.Tensor]) -> bool:
+    """Whether an argument is part of a tensor that the callable, or a body of its breaks, reaches by itself."""
+    try:
+        reached = search(follows_breaks=True).tensors()
+    except Exception:  # a container that cannot be read
+        return True
+    handles = {storage_handle(t) for t in reached if t.layout is torch.strided}
     return any(storage_handle(t) in handles for t in tensors)
 
 
