@@ -217,48 +217,45 @@ def _capture(
         raise
     finally:
         changed = changed or state.restore(is_own)
-    if changed:
+    try:
+        if changed:
+            raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))
+        if modes.changed:
+            detail = "leaves a mode of torch changed, which a replay would not"
+            raise _Refused(Reason.UNSAFE_EFFECTS, f"the run that is recorded {detail}")
+        if graph.recording.difference is not None:
+            found = graph.recording.difference
+            if interruption.get() is None:
+                modes.undo_seeds()
+            detail = (
+                f"goes another way than the call before it ({found.traced}; then {found.captured}): a later call is recorded"
+            )
+            raise _Refused(Reason.REBOUND, f"the run that is recorded {detail}")
+        if not static.is_intact():
+            raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
+        handles = {storage_handle(b) for b in static.buffers}
+        if any(h in static.with_gaps or (at and h in handles) for h, at in graph.recording.restrided.items()):
+            raise _Refused(
+                Reason.ALIASED_INPUTS, "as_strided looks around an argument: pass all that it reads, without an offset"
+            )
+        reach = search()
+        admission.effects = hooks(reach)
+        if graph.recording.unseen:
+            admission.effects.append(_take_all_as_touched(graph.recording, reach, static))
+            written = set(static.distinct)
+        strange = _strange(graph.recording, trace, static, reach)
+        if strange is not None:
+            detail = "it reads a tensor that each call makes where no operation is seen, in a thread of its own for instance"
+            raise _Refused(Reason.UNSAFE_EFFECTS, f"{detail} (shape {list(strange.shape)})")
+        held = [*static.buffers, *(t for b in graph.recording.breaks for t in b.tensors)] if graph.recording.breaks else []
+        audit = Audit(reach, graph.recording.externals, held)
+        if state.others or not before.holds():  # asked last: the recording may have seen what was there before or after
+            raise _Refused(Reason.REBOUND, f"{', '.join(state.others) or 'what it reads'} was changed while it was recorded")
+        beyond = search(follows_breaks=True).tensors() if graph.recording.breaks else []  # what bodies alone reach
+        return CallGraph(graph, static, written, audit, lasting, beyond)
+    except BaseException:
         graph.close()
-        raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))
-    if modes.changed:
-        graph.close()
-        detail = "leaves a mode of torch changed, which a replay would not"
-        raise _Refused(Reason.UNSAFE_EFFECTS, f"the run that is recorded {detail}")
-    if graph.recording.difference is not None:
-        found = graph.recording.difference
-        graph.close()
-        if interruption.get() is None:
-            modes.undo_seeds()
-        detail = (
-            f"goes another way than the call before it ({found.traced}; then {found.captured}): a later call is recorded"
-        )
-        raise _Refused(Reason.REBOUND, f"the run that is recorded {detail}")
-    if not static.is_intact():
-        graph.close()
-        raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)
-    handles = {storage_handle(b) for b in static.buffers}
-    if any(h in static.with_gaps or (at and h in handles) for h, at in graph.recording.restrided.items()):
-        graph.close()
-        raise _Refused(
-            Reason.ALIASED_INPUTS, "as_strided looks around an argument: pass all that it reads, without an offset"
-        )
-    reach = search()
-    admission.effects = hooks(reach)
-    if graph.recording.unseen:
-        admission.effects.append(_take_all_as_touched(graph.recording, reach, static))
-        written = set(static.distinct)
-    strange = _strange(graph.recording, trace, static, reach)
-    if strange is not None:
-        graph.close()
-        detail = "it reads a tensor that each call makes where no operation is seen, in a thread of its own for instance"
-        raise _Refused(Reason.UNSAFE_EFFECTS, f"{detail} (shape {list(strange.shape)})")
-    held = [*static.buffers, *(t for b in graph.recording.breaks for t in b.tensors)] if graph.recording.breaks else []
-    audit = Audit(reach, graph.recording.externals, held)
-    if state.others or not before.holds():  # asked last: the recording may have seen what was there before or after
-        graph.close()
-        raise _Refused(Reason.REBOUND, f"{', '.join(state.others) or 'what it reads'} was changed while it was recorded")
-    beyond = search(follows_breaks=True).tensors() if graph.recording.breaks else []  # what bodies alone reach
-    return CallGraph(graph, static, written, audit, lasting, beyond)
+        raise
 
 
 def _strange(recording: Recording, trace: Trace, static: StaticCall, reach: Reach) -> torch.Tensor | None:
