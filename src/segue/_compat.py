@@ -387,6 +387,9 @@ def set_stream_builtin() -> Any:
 current_raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _HAS_CUDA else int
 """the driver's handle of a device's current stream; `torch.cuda.current_stream` makes an object, ten times slower"""
 
+current_device: Callable[[], int] = torch._C._cuda_getDevice if _HAS_CUDA else int
+"""the index of the current device, in a process that has used CUDA"""
+
 
 # -- the CUDA driver --------------------------------------------------------------------------------------------------
 
@@ -417,3 +420,33 @@ class CaptureProbe:
         if self._status.value == 1:
             self._nodes(self._graph, None, self._arguments[-1])
         return ("none", "active", "invalidated")[self._status.value], self._count.value
+
+
+def kernel_parameters(function: int) -> list[int] | None:
+    """Bytes of each parameter of a kernel (`cuFuncGetParamInfo`); None where the driver cannot tell (before CUDA 12.4)."""
+    ask = getattr(_driver(), "cuFuncGetParamInfo", None)
+    if ask is None:
+        return None
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+        sizes.append(size.value)
+    return sizes
+
+
+def kernel_launch(
+    function: int, device: int, grid: Sequence[int], threads: int, shared_bytes: int, values: Sequence[Any]
+) -> Callable[[], None]:
+    """What launches a kernel on a device's current stream, with the same arguments each time (`cuLaunchKernel`): `values`
+    are ctypes objects, one a parameter. The device must be the current one."""
+    launch, c = _driver().cuLaunchKernel, ctypes
+    places = (c.c_void_p * len(values))(*map(c.addressof, values))
+    shape = [c.c_uint(n) for n in (*grid, threads, 1, 1, shared_bytes)]
+    before, after = (c.c_void_p(function), *shape), (places, c.c_void_p())
+
+    def run(kept: Sequence[Any] = values) -> None:
+        status = launch(*before, c.c_void_p(current_raw_stream(device)), *after)
+        if status:
+            raise RuntimeError(f"the driver refused to launch a kernel (CUDA error {status})")
+
+    return run

@@ -220,6 +220,39 @@ def test_a_captured_graph_replays_over_other_batches(name: str, form: Form, key:
         assert torch.equal(out, eager)
 
 
+@pytest.mark.parametrize("form", [FORMS["grouped"], FORMS["all"]], ids=["grouped", "all"])
+@pytest.mark.parametrize("writes", [True, False], ids=["k and v given", "k and v in the cache"])
+def test_a_prepared_run_serves_other_batches_as_a_run_does(arm: tuple[str, str], form: Form, writes: bool) -> None:
+    """As the replays of a break do it: always the same tensors, a new batch in them."""
+    device, name = arm
+    scene = Scene(form, device)
+    attention = attention_of(scene, name)
+    if attention.support is not GraphSupport.ALWAYS:
+        pytest.skip(f"{name} declares {attention.support.name}")
+    plan = attention.static_plan(EXTEND)
+    first = scene.step(extend_steps()[0], EXTEND.tokens, EXTEND.requests)
+    q, k, v = held = first.q.clone(), first.k.clone(), first.v.clone()
+    out = q.new_empty(*q.shape[:2], form.value_dim)
+    new = (k, v) if writes else (None, None)
+    prepared = None
+    for requests in extend_steps() * 2:
+        step = scene.step(requests, EXTEND.tokens, EXTEND.requests)
+        for tensor, live in zip((*held, out), (step.q, step.k, step.v, torch.full_like(out, float("nan"))), strict=True):
+            tensor.copy_(live)
+        plan.update(step.batch)
+        if not writes:
+            scene.cache.write(0, step.batch.slot_mapping, k, v)
+        if prepared is None:
+            found = plan.run(q, *new, scene.spec, scene.sinks, out)
+            prepared = plan.prepared(q, *new, scene.spec, scene.sinks, out)
+        else:
+            prepared()
+            found = out
+        scene.check(found, step)
+        assert torch.equal(found, plan.run(q, *new, scene.spec, scene.sinks))
+    assert (prepared is not None) == (arm == ("cuda", "triton"))
+
+
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 

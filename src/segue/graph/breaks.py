@@ -39,6 +39,8 @@ class Mark:
     fake: Callable[..., Any] | None
     out_position: int | None
     """where the parameter ``out`` stands, None where there is none"""
+    prepare: Callable[..., Callable[[], object] | None] | None = None
+    """answers what replays call in its place"""
     stand_ins: Shelf = field(default_factory=Shelf)
     """functions that take its place while a compiler reads a forward pass, one for each call in it"""
 
@@ -100,6 +102,7 @@ def eager_on_graph(
     static: Sequence[str] = (),
     writes: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
+    prepare: Callable[..., Callable[[], object] | None] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def eager_on_graph(
     function: Callable[..., Any] | None = None,
@@ -108,6 +111,7 @@ def eager_on_graph(
     static: Sequence[str] = (),
     writes: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
+    prepare: Callable[..., Callable[[], object] | None] | None = None,
 ) -> Any:
     """Marks a function or method as an eager break. Bare, or with options.
 
@@ -122,17 +126,25 @@ def eager_on_graph(
         static: names of parameters whose plain values never change.
         writes: names of parameters whose tensors the body writes (needed to verify replays).
         fake: takes the same arguments, returns tensors of the result's shape and dtype; for compilers.
+        prepare: for a body that launches the same kernels on the same tensors at every replay. It is called once, behind
+            the body's first run in a replay and with the same arguments (``out`` among them), and returns a function of no
+            arguments that later replays call in the body's place, or None. It is asked only where the result needs no copy:
+            written to ``out``, an argument, or None.
 
     Raises:
         ValueError: `static` or `writes` names no parameter of the function.
     """
     if function is None:
-        return lambda f: _mark(f, static, writes, fake)
-    return _mark(function, static, writes, fake)
+        return lambda f: _mark(f, static, writes, fake, prepare)
+    return _mark(function, static, writes, fake, prepare)
 
 
 def _mark(
-    function: Callable[..., Any], static: Sequence[str], writes: Sequence[str], fake: Callable[..., Any] | None
+    function: Callable[..., Any],
+    static: Sequence[str],
+    writes: Sequence[str],
+    fake: Callable[..., Any] | None,
+    prepare: Callable[..., Callable[[], object] | None] | None,
 ) -> Callable[..., Any]:
     names = _parameters(function)
     for option, given in (("static", static), ("writes", writes)):
@@ -142,7 +154,7 @@ def _mark(
                     f"@eager_on_graph({option}=...) names {name!r}, and {_name(function)} has no such parameter"
                 )
     out_position = names.index("out") if names is not None and "out" in names else None
-    mark = Mark(function, _name(function), frozenset(static), frozenset(writes), fake, out_position)
+    mark = Mark(function, _name(function), frozenset(static), frozenset(writes), fake, out_position, prepare)
 
     @read_while_compiling
     def name_of_stand_in() -> str:

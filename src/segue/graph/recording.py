@@ -30,7 +30,7 @@ from segue.device import Capture, Device, DeviceGraph, Pool
 from segue.device.operations import Operation, is_strided, plain_arguments, tensors, touched
 from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
-from segue.graph.breaks import Mark, break_graph, handling, running_body
+from segue.graph.breaks import Mark, break_graph, handling, lane_holder, running_body
 from segue.graph.bridge import Fresh, build_output, delivery
 from segue.graph.guard import CaptureInterrupted, capturing, interruption, is_lent
 from segue.graph.lease import Returned, as_returned
@@ -45,12 +45,25 @@ from segue.graph.tree import Spec, flatten, unflatten
 class Break:
     """One eager call between two segments, bound to its captured arguments."""
 
-    __slots__ = ("_args", "_deliver", "_function", "_kwargs", "_leaves", "_spec", "mark")
+    __slots__ = ("_args", "_deliver", "_function", "_kwargs", "_leaves", "_out", "_prepare", "_prepared", "_spec", "mark")
 
     def __init__(
-        self, mark: Mark, modes: Modes | None, spec: Spec, leaves: list[Any], deliver: Callable[[Any], None], out: Any
+        self,
+        mark: Mark,
+        modes: Modes | None,
+        spec: Spec,
+        leaves: list[Any],
+        deliver: Callable[[Any], None],
+        out: Any,
+        *,
+        may_prepare: bool,
     ) -> None:
+        """`out` is memory that the body may write its result to. `may_prepare`: but for copying a result from elsewhere, a
+        replay does nothing beyond the body."""
         self.mark = mark
+        self._out = out
+        self._prepare = mark.prepare if may_prepare else None
+        self._prepared: Callable[[], object] | None = None
         self._function = mark.function if modes is None else bound(mark.function, modes)
         self._spec = spec
         self._leaves = leaves
@@ -84,9 +97,18 @@ class Break:
         return tensors([flatten(bound[name])[0] for name in names]) if names <= bound.keys() else self.tensors
 
     def replay(self) -> None:
-        with running_body():
+        if self._prepared is not None:
+            self._prepared()
+            return
+        if lane_holder.get() is None:
             result = self._function(*self._args, **self._kwargs)
+        else:
+            with running_body():
+                result = self._function(*self._args, **self._kwargs)
         self._deliver(result)
+        if self._prepare is not None:
+            self._prepared = self._prepare(*self._args, **self._kwargs) if result is self._out or self._out is None else None
+            self._prepare = None
 
 
 class RebuiltBreak(Break):
@@ -374,7 +396,8 @@ class Recorder:
                 self._watch.outside.note_read(results)
         out = targets[0] if mark.can_take_out(args, kwargs) and len(note.output.fresh) == len(targets) == 1 else None
         kind = Break if has_flat_arguments(spec) else RebuiltBreak
-        self._steps.append(kind(mark, modes, spec, kept, deliver, out))
+        may_prepare = modes is None and not note.joins and (out is not None or not note.output.fresh)
+        self._steps.append(kind(mark, modes, spec, kept, deliver, out, may_prepare=may_prepare))
         return output
 
     def _unwatched(self) -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,14 @@ __all__ = [
 ]
 
 
-@eager_on_graph(static=("layer", "scaling", "window", "softcap"))
+def _prepared(
+    q: Any, k: Any, v: Any, layer: int, scaling: float, window: int | None, softcap: float | None, sinks: Any, out: Any
+) -> Callable[[], None] | None:
+    plan: Plan = current().batch.plan
+    return plan.prepared(q, k, v, LayerSpec(layer, scaling, window, softcap), sinks, out)
+
+
+@eager_on_graph(static=("layer", "scaling", "window", "softcap"), prepare=_prepared)
 def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor | None,

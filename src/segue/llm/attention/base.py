@@ -14,6 +14,7 @@ eagerly. What it reads of the live batch comes from `segue.current().batch`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -67,6 +68,18 @@ class Plan(Protocol):
         """
         ...
 
+    def prepared(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> Callable[[], None] | None:
+        """What does as `run` has done with these tensors, for every later batch of the plan; None where nothing can."""
+        return None
+
 
 class StaticPlan(Plan, Protocol):
     """A plan at fixed addresses."""
@@ -83,6 +96,8 @@ class Attention(ABC):
     support: ClassVar[GraphSupport]
     bounds_context: ClassVar[bool]
     """Whether a static plan reads up to the key's context, so that keys need one."""
+    static_serves_breaks: ClassVar[bool] = False
+    """Whether breaks too run by static plans. Otherwise they get a live one at each replay."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache

@@ -59,7 +59,7 @@ class Fa4Attention(Attention):
         return _Fa4Plan(self.cache)
 
 
-class _Fa4Plan:
+class _Fa4Plan(StaticPlan):
     """The same kernel for live and recorded batches, so both agree bit for bit on the same padded batch."""
 
     def __init__(self, cache: PagedKVCache) -> None:

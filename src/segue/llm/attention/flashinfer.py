@@ -113,7 +113,7 @@ class _Pages(NamedTuple):
         return cls(query_start, starts, torch.zeros(int(starts[-1]), dtype=torch.int32), (lengths - 1) % size + 1)
 
 
-class _Plan:
+class _Plan(StaticPlan):
     """A wrapper for each kind of layer met so far, all planned for the last batch."""
 
     def __init__(self, attention: FlashInferAttention, *, is_decode: bool, is_static: bool) -> None:

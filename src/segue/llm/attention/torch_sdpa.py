@@ -42,7 +42,7 @@ class TorchSdpaAttention(Attention):
         return _StaticPlan(self.cache, key.tokens, key.requests, key.context, is_decode=key.uniform and key.width == 1)
 
 
-class _LivePlan:
+class _LivePlan(Plan):
     """One call of the kernel a request, over exactly its visible rows. Rows of padding come out as zeros."""
 
     def __init__(self, cache: PagedKVCache, batch: ForwardBatch) -> None:
@@ -79,7 +79,7 @@ class _LivePlan:
         return out
 
 
-class _StaticPlan:
+class _StaticPlan(StaticPlan):
     """Gathers `context` rows a request slot. A decode attends row by row; other batches see all slots' rows under one
     mask that tells the requests apart."""
 

@@ -8,9 +8,10 @@ they agree bit for bit on the same padded batch. K and V of padded tokens are no
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from os import environ
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +33,7 @@ class TritonAttention(Attention):
     name: ClassVar[str] = "triton"
     support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
     bounds_context: ClassVar[bool] = False
+    static_serves_breaks: ClassVar[bool] = True
 
     @classmethod
     def refusal(cls, needs: Needs, device: torch.device) -> str | None:
@@ -60,7 +62,7 @@ class TritonAttention(Attention):
         return _TritonPlan(self.cache, is_decode=key.uniform and key.width == 1)
 
 
-class _TritonPlan:
+class _TritonPlan(StaticPlan):
     """Keeps the tensors of its first batch; those of a later one are copied into them where they are others."""
 
     def __init__(self, cache: PagedKVCache, *, is_decode: bool) -> None:
@@ -94,14 +96,43 @@ class _TritonPlan:
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert self._bound is not None
-        table, lengths, slots, query_start, num_tokens = self._bound
-        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
-        window = self._ops.NO_WINDOW if spec.window is None else spec.window
-        out = q.new_empty(*q.shape[:2], values.shape[2]) if out is None else out
-        common = (sinks, spec.scaling, spec.softcap or 0.0, window, self.cache.page_size)
+        out = q.new_empty(*q.shape[:2], self.cache.values[spec.layer].shape[2]) if out is None else out
         if self._is_decode:
-            self._ops.decode(q, k, v, keys, values, out, table, lengths, slots, self._arrived, self._splits, *common)
+            tensors, (table, lengths, slots, *_), numbers = self._arguments(q, k, v, spec, sinks, out)
+            self._ops.decode(*tensors, table, lengths, slots, self._arrived, self._splits, *numbers)
         else:
-            self._ops.extend(q, k, v, keys, values, out, table, lengths, slots, query_start, num_tokens, *common)
+            tensors, bound, numbers = self._arguments(q, k, v, spec, sinks, out)
+            self._ops.extend(*tensors, *bound, *numbers)
         return out
+
+    def prepared(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> Callable[[], None] | None:
+        if self._is_decode:
+            return None  # its splits leave their sums in memory that is made at each call
+        tensors, bound, numbers = self._arguments(q, k, v, spec, sinks, out)
+        return self._ops.prepared_extend(*tensors, *bound, *numbers)
+
+    def _arguments(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> tuple[tuple[Any, ...], BoundBatch, tuple[Any, ...]]:
+        """What the operations take, before, of and behind the batch."""
+        assert self._bound is not None
+        window = self._ops.NO_WINDOW if spec.window is None else spec.window
+        return (
+            (q, k, v, self.cache.keys[spec.layer], self.cache.values[spec.layer], out),
+            self._bound,
+            (sinks, spec.scaling, spec.softcap or 0.0, window, self.cache.page_size),
+        )

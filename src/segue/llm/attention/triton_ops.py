@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import triton
 
-from segue._compat import is_observed
+from segue._compat import current_device, is_observed
 from segue.llm.attention.triton_kernels import decode_kernel, extend_kernel, write_kernel
+from segue.llm.kernels.launch import Launch
 
 NO_WINDOW = 1 << 30
 MAX_SPLITS = 64
@@ -102,7 +103,35 @@ def decode_constants(
     }  # fmt: skip
 
 
-def _extend(
+def _extend(q: torch.Tensor, *others: Any) -> None:
+    with _on(q.device):
+        for launch in _extend_launches(q, *others):
+            launch.run()
+
+
+def prepared_extend(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *others: Any
+) -> Callable[[], None] | None:
+    """What launches an extend again that has run, and holds its tensors; None where that cannot be prepared."""
+    if not all(x is None or x.stride(-1) == 1 for x in (q, k, v)):
+        return None  # what is not dense is copied first, to another place each time
+    launches = [prepared for launch in _extend_launches(q, k, v, *others) if (prepared := launch.prepared()) is not None]
+    if len(launches) < (1 if k is None else 2):
+        return None
+    device, held = q.device.index, (q, k, v, *others)
+
+    def run(held: tuple[Any, ...] = held) -> None:
+        if current_device() == device:
+            for launch in launches:
+                launch()
+        else:
+            with torch.cuda.device(device):
+                run()
+
+    return run
+
+
+def _extend_launches(
     q: torch.Tensor,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
@@ -119,7 +148,7 @@ def _extend(
     softcap: float,
     window: int,
     page_size: int,
-) -> None:
+) -> list[Launch]:
     q = _with_dense_rows(q)
     tokens, requests = q.shape[0], lengths.shape[0]
     kv_heads = v_cache.shape[1]
@@ -127,15 +156,18 @@ def _extend(
         q.shape, requests, k_cache.shape[1:], v_cache.shape[1:], q.element_size(), page_size, q.device,
         window < NO_WINDOW, softcap > 0, sinks is not None,
     )  # fmt: skip
-    with _on(q.device):
-        if k is not None and v is not None:
-            _write(_with_dense_rows(k), _with_dense_rows(v), k_cache, v_cache, slots, num_tokens)
-        extend_kernel(
-            (kv_heads, tokens // block_q + requests + 1),
+    attend = Launch(
+        extend_kernel,
+        (kv_heads, tokens // block_q + requests + 1),
+        (
             q, out, k_cache, v_cache, table, lengths, query_start, out if sinks is None else sinks,
             *_scaled(scale, softcap), window, requests, tokens, table.stride(0), q.stride(0), q.stride(1),
-            **constants,
-        )  # fmt: skip
+        ),
+        constants,
+    )  # fmt: skip
+    if k is None or v is None:
+        return [attend]
+    return [_write(_with_dense_rows(k), _with_dense_rows(v), k_cache, v_cache, slots, num_tokens), attend]
 
 
 @functools.lru_cache
@@ -161,15 +193,15 @@ def extend_constants(
 
 def _write(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, count: torch.Tensor
-) -> None:
+) -> Launch:
     (kv_heads, dim), value_dim = k_cache.shape[1:], v_cache.shape[2]
-    write_kernel(
-        (k.shape[0],),
-        k, v, k_cache, v_cache, slots, count, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        K_WIDTH=kv_heads * dim, V_WIDTH=kv_heads * value_dim, DIM=dim, VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(kv_heads * dim), BLOCK_V=triton.next_power_of_2(kv_heads * value_dim),
-        num_warps=4,
-    )  # fmt: skip
+    constants = {
+        "K_WIDTH": kv_heads * dim, "V_WIDTH": kv_heads * value_dim, "DIM": dim, "VALUE_DIM": value_dim,
+        "BLOCK_K": triton.next_power_of_2(kv_heads * dim), "BLOCK_V": triton.next_power_of_2(kv_heads * value_dim),
+        "num_warps": 4,
+    }  # fmt: skip
+    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    return Launch(write_kernel, (k.shape[0],), (k, v, k_cache, v_cache, slots, count, *strides), constants)
 
 
 def _nothing(*_: Any) -> None:

@@ -64,7 +64,7 @@ def measure_prefill(
     attention: str = "auto",
     experts: str = "auto",
     *,
-    rounds: int = 7,
+    rounds: int = 15,
 ) -> dict[str, Any]:
     """Seconds of a step by length and arm; start-up seconds and bytes of each arm's graphs."""
     engines = {name: prefill_engine(model, device, name, lengths, attention, experts) for name in arms}

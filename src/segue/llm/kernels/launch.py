@@ -2,16 +2,24 @@
 
 Triton looks up the binary at every launch by the types of all arguments, in Python, which takes longer than the launch.
 Here a launch is found by its whole numbers, its constants, and dtype and alignment of its tensors, all that Triton tells
-binaries apart by; a first one goes through Triton, which compiles.
+binaries apart by; a first one goes through Triton, which compiles. A launch that will be made again with the same tensors
+can be prepared: then nothing is looked up at all.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p, sizeof
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
+from segue._compat import kernel_launch, kernel_parameters
+
 _ALIGNMENT = 16  # bytes that Triton specialises addresses on
+_TYPES: dict[str, Any] = {"*": c_void_p, "i32": c_int32, "i64": c_int64, "fp32": c_float}
+_NEEDS = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
 _MOST = 4096  # launches that are remembered; whole numbers vary with the batch
 
 
@@ -23,10 +31,7 @@ class Launcher:
         self._found: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        key = (
-            *[(a.dtype, a.data_ptr() % _ALIGNMENT) if isinstance(a, torch.Tensor) else a for a in arguments],
-            *constants.values(), arguments[0].device,
-        )  # fmt: skip
+        key = _key(arguments, constants)
         found = self._found.get(key)
         if found is None:
             compiled = self._kernel[grid](*arguments, **constants)
@@ -38,3 +43,52 @@ class Launcher:
         else:
             compiled, rest = found
             compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+
+    def prepared(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Callable[[], None] | None:
+        """A launch that was made before, for as long as its tensors live where they are: it holds their addresses alone.
+        None where Triton has not compiled it (the interpreter never does)."""
+        found = self._found.get(_key(arguments, constants))
+        if found is None:
+            return None
+        compiled, rest = found
+        whole = (*grid, 1, 1)[:3]
+        values = [*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments], *rest]
+        return _by_the_driver(compiled, arguments[0].device.index, whole, values) or partial(compiled[whole], *values)
+
+
+def _by_the_driver(compiled: Any, device: int, grid: Sequence[int], values: Sequence[Any]) -> Callable[[], None] | None:
+    """The launch without Triton's way to the driver, which takes as long again. None where the kernel needs more than its
+    arguments, or takes others than Triton's signature says (the driver is asked)."""
+    told = compiled.metadata
+    if told.num_ctas != 1 or any([getattr(told, name, None) for name in _NEEDS]):
+        return None
+    pairs = [(kind, v) for kind, v in zip(compiled.src.signature.values(), values, strict=True) if kind != "constexpr"]
+    types: list[Any] = [_TYPES.get("*" if kind.startswith("*") else kind) for kind, _ in pairs]
+    sizes = kernel_parameters(compiled.function)
+    if None in types or sizes is None:
+        return None
+    cells = [kind(value) for kind, (_, value) in zip(types, pairs, strict=True)]
+    cells += [c_void_p() for _ in sizes[len(cells) :]]  # scratch memory, of which it needs none
+    if [sizeof(cell) for cell in cells] != sizes:
+        return None
+    return kernel_launch(compiled.function, device, grid, told.num_warps * told.target.warp_size, told.shared, cells)
+
+
+def _key(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    told = [(a.dtype, a.data_ptr() % _ALIGNMENT) if isinstance(a, torch.Tensor) else a for a in arguments]
+    return (*told, *constants.values(), arguments[0].device)
+
+
+class Launch(NamedTuple):
+    """One launch, to be made."""
+
+    kernel: Launcher
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel(self.grid, *self.arguments, **self.constants)
+
+    def prepared(self) -> Callable[[], None] | None:
+        return self.kernel.prepared(self.grid, *self.arguments, **self.constants)

@@ -175,6 +175,10 @@ class BatchRunner(Runner[HostBatch]):
         with calling(Call(batch=planned)):
             return self._model(planned)
 
+    def close_recordings(self) -> None:
+        super().close_recordings()
+        self._plans.clear()
+
     def close(self) -> None:
         """Closes every recording and lets go of static memory. The lane stays open; the runner is of no more use."""
         super().close()
@@ -202,7 +206,7 @@ class BatchRunner(Runner[HostBatch]):
 
     def _static_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
         batch = self._bare_batch(key, host)
-        if self.backend.is_segmented:
+        if self.backend.is_segmented and not self._attention.static_serves_breaks:
             return batch.planned(self._attention.plan_live(batch, key))
         shape = replace(key, variant="")  # variants differ behind the attention
         plan = self._plans.get(shape)
