@@ -435,16 +435,16 @@ def kernel_parameters(function: int) -> list[int] | None:
 
 
 def kernel_launch(
-    function: int, device: int, grid: Sequence[int], threads: int, shared_bytes: int, values: Sequence[Any]
+    function: int, device: int, grid: Sequence[int], threads: int, shared_bytes: int, values: Sequence[Any], owner: Any
 ) -> Callable[[], None]:
     """What launches a kernel on a device's current stream, with the same arguments each time (`cuLaunchKernel`): `values`
-    are ctypes objects, one a parameter. The device must be the current one."""
+    are ctypes objects, one a parameter; `owner` unloads the kernel when it dies. The device must be the current one."""
     launch, c = _driver().cuLaunchKernel, ctypes
     places = (c.c_void_p * len(values))(*map(c.addressof, values))
     shape = [c.c_uint(n) for n in (*grid, threads, 1, 1, shared_bytes)]
     before, after = (c.c_void_p(function), *shape), (places, c.c_void_p())
 
-    def run(kept: Sequence[Any] = values) -> None:
+    def run(kept: tuple[Any, Any] = (values, owner)) -> None:
         status = launch(*before, c.c_void_p(current_raw_stream(device)), *after)
         if status:
             raise RuntimeError(f"the driver refused to launch a kernel (CUDA error {status})")

@@ -71,7 +71,9 @@ def _by_the_driver(compiled: Any, device: int, grid: Sequence[int], values: Sequ
     cells += [c_void_p() for _ in sizes[len(cells) :]]  # scratch memory, of which it needs none
     if [sizeof(cell) for cell in cells] != sizes:
         return None
-    return kernel_launch(compiled.function, device, grid, told.num_warps * told.target.warp_size, told.shared, cells)
+    return kernel_launch(
+        compiled.function, device, grid, told.num_warps * told.target.warp_size, told.shared, cells, compiled
+    )
 
 
 def _key(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
