@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 
 from segue.device.cpu_pool import CpuPool
 from segue.device.operations import Operation, lazily_as
+from segue.errors import ReplayError
 
 _FACTORY_OPTIONS = {"dtype", "layout", "device", "pin_memory"}
 _SCRATCH_OUT = {
@@ -86,6 +87,11 @@ def functional_step(
     def run_and_copy(*a: Any, **k: Any) -> None:
         for source, target in zip(fresh_results(op, call(*a, **k)), results, strict=True):
             if target is not None:
+                if source.shape != target.shape:
+                    raise ReplayError(
+                        f"{op.name} returned shape {list(source.shape)}, and {list(target.shape)} when recorded: its "
+                        "shape depends on data. Put it behind @segue.eager_on_graph, or tag it dynamic_output_shape"
+                    )
                 target.copy_(source)
 
     return Step(run_and_copy, args, kwargs)

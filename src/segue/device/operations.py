@@ -29,10 +29,17 @@ _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten:
 _DATA_READS = {
     "aten::_linalg_check_errors",
     "aten::_local_scalar_dense",
+    "aten::_pack_padded_sequence",
+    "aten::_pad_packed_sequence",
     "aten::equal",
+    "aten::gru.data",
     "aten::is_nonzero",
+    "aten::lstm.data",
+    "aten::rnn_relu.data",
+    "aten::rnn_tanh.data",
     "aten::tensor_split.tensor_indices_or_sections",
 }
+_OF_TORCH = ("aten::", "prim::", "prims::", "profiler::")
 _RESIZES = {"aten::resize_", "aten::set_", "aten::resize_as_", "aten::resize"}
 _STATISTICS = ("running_mean", "running_var")
 _UNDECLARED_WRITES: dict[str, tuple[tuple[str, ...], str | None]] = {
@@ -102,6 +109,8 @@ class Operation:
         self.is_index = base in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
         dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(overload.tags)
         self.reads_data = base in _DATA_READS or _full_name(overload) in _DATA_READS or (bool(dynamic) and not self.is_index)
+        if not base.startswith(_OF_TORCH):  # a number that somebody's own operation returns, it read
+            self.reads_data = self.reads_data or any("Tensor" not in str(r.type) for r in schema.returns)
         self.returns = len(schema.returns)
         self.returns_list = len(schema.returns) == 1 and "List[" in str(schema.returns[0].type)
         self.returns_tensors = any("Tensor" in str(r.type) for r in schema.returns)

@@ -282,10 +282,10 @@ def _has_no_versions(container: Any) -> bool:
 
 
 def _outline(container: Any) -> Any:
-    """What of a container of the callable's own must stay: members, items by identity, or how many keys."""
+    """What of a container of the callable's own must stay: members, items by identity, or keys in their order."""
     if isinstance(container, (set, frozenset)):
         return set(container)
-    return len(container) if isinstance(container, (dict, MappingProxyType)) else list(map(id, container))
+    return list(container) if isinstance(container, (dict, MappingProxyType)) else list(map(id, container))
 
 
 def _columns(rows: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -51,7 +51,7 @@ def first_difference(recording: Recording, forward: Callable[[], Any], device: D
     def collect(index: int, left: list[torch.Tensor]) -> None:
         results[index] = [t.detach().clone() for t in left]
 
-    with unchanged(recording.memory, device.device):
+    with unchanged(recording.memory, device.device, recording.generators):
         _, trace = traced(forward, device, is_full=True, segmented=segmented, collect=collect)
     for at, step in enumerate(recording.steps):
         step.replay()

@@ -63,19 +63,27 @@ SETTINGS = (
     "cuDNN's benchmark", "cuDNN's determinism", "sums in fp16", "sums in bf16", "accumulation in fp16", "oneDNN",
     "the fast path of transformer layers",
 )  # fmt: skip
-"""what `kernel_modes` says from the fourth place on, but for the last"""
+"""what `kernel_settings` says"""
 
 
 def kernel_modes(device_type: str) -> tuple[Any, ...]:
     """What selects kernels and result types at a call, beside the arguments: part of a call's key."""
+    return (
+        _is_inference(),
+        _is_grad_enabled(),
+        _autocast(device_type) if is_any_autocast_enabled() else None,
+        torch.get_default_device() if has_function_modes() else None,
+        kernel_settings(),
+    )
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Those of them that hold for the whole process. Runs no operation."""
     try:
         precision, convolves_in_tf32 = matmul_precision(), cudnn_allows_tf32()
     except RuntimeError:  # set for each operation by itself, which these do not answer for
         precision, convolves_in_tf32 = None, tuple([fp32_precision(*part) for part in _PRECISIONS])
     return (
-        _is_inference(),
-        _is_grad_enabled(),
-        _autocast(device_type) if is_any_autocast_enabled() else None,
         _default_dtype(),
         is_deterministic(),
         precision,
@@ -92,7 +100,6 @@ def kernel_modes(device_type: str) -> tuple[Any, ...]:
         adds_in_fp16(),
         uses_mkldnn(),
         _takes_fast_path(),
-        torch.get_default_device() if has_function_modes() else None,
     )
 
 

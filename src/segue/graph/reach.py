@@ -14,6 +14,7 @@ import dis
 import enum
 import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -104,7 +105,7 @@ class Reach:
         """sets and dicts of the callable's own, and those of its lists that are empty or hold tensors, modules and code: one
         more item is another model"""
         self.opaque: list[str] = []
-        """modules that keep their weights where no change could be noticed (TorchScript)"""
+        """what no change could be noticed in, and why"""
         self._follows_breaks = follows_breaks
         self._seen: set[int] = set()
         self._queue: deque[tuple[Any, int, int | None, str]] = deque([(root, 0, None, "")])
@@ -140,6 +141,10 @@ class Reach:
             self._visit_module(value, depth, parent, label)
         elif isinstance(value, FunctionType):
             self._visit_function(value, depth, parent)
+        elif isinstance(value, threading.local):
+            self.opaque.append(
+                f"{label} is a threading.local, another one in each thread: pass what it holds as an argument"
+            )
         elif isinstance(value, MethodType):
             if isinstance(value.__self__, type):
                 self._visit_class(value.__self__, depth, parent)
@@ -179,7 +184,8 @@ class Reach:
         self.module_parents.append(parent)
         name = label or type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
-            self.opaque.append(name)
+            why = "is TorchScript, whose weights lie where no change is noticed: wrap the module that it was made from"
+            self.opaque.append(f"{name} {why}")
         own = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
         for child_name, child in module._modules.items():
             self._queue.append((child, 1, parent, f"{name}.{child_name}"))

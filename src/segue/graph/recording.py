@@ -163,6 +163,8 @@ class Recording:
         """storages of which `as_strided` made views, and whether one named its place in the storage"""
         self.returned: list[Returned] = []
         """of each leaf of the output, how the pass returned it"""
+        self.generators: list[torch.Generator] = []
+        """those that it draws from"""
         self.unseen: list[str] = []
         """where work was recorded that no torch operation launched, if that was looked for: what it reads is not known"""
         self.operations: dict[int, OperationNote] = {}
@@ -317,6 +319,7 @@ class Recorder:
         recording = Recording(self._steps, unflatten(spec, iter(kept)), owned)
         recording.externals, recording.written = outside.externals, outside.written
         recording.returned = returned
+        recording.generators = self._trace.draws.generators
         if self._watch is not None:
             recording.counted = list(self._watch.outside.counted.values())
             recording.restrided = self._watch.outside.restrided

@@ -36,14 +36,16 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [whole_storage(tensor) if tensor.is_conj() or tensor.is_neg() else tensor]
 
 
-def generator_states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+def generator_states(
+    device: torch.device, more: Iterable[torch.Generator] = ()
+) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """The default generators of the host and of `device`, and `more`, with the states that they are in."""
+    return [(g, g.get_state()) for g in (torch.default_generator, default_generator(device), *more)]
 
 
-def set_generator_states(device: torch.device, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1], device)
+def set_generator_states(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -55,7 +57,8 @@ class Draws:
     state put back. Bodies of breaks, which draw anew at each replay, may move them."""
 
     def __init__(self) -> None:
-        self._generators: list[torch.Generator] = []
+        self.generators: list[torch.Generator] = []
+        """those that were drawn from"""
         self._first: dict[int, torch.Tensor | None] = {}
         self._last: dict[int, torch.Tensor | None] = {}
         self._is_set = False
@@ -65,7 +68,7 @@ class Draws:
         """An operation has drawn."""
         key = tensor_handle(generator)  # objects come and go
         if key not in self._first:
-            self._generators.append(generator)
+            self.generators.append(generator)
             self._first[key] = None if self._is_paused else before
         last = self._last.get(key)
         self._is_set = self._is_set or (last is not None and not torch.equal(last, before))
@@ -118,22 +121,22 @@ class keeping_modes:
 
 
 class unchanged:
-    """What lies under `tensors`, and the generators of `device`, is the same after the block as before."""
+    """What lies under `tensors`, and the generators of `device` and those of `more`, are after the block as before."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device, more: Iterable[torch.Generator] = ()) -> None:
+        self._device, self._more = device, list(more)
         strided = [t for t in tensors if t.layout is torch.strided and t.numel()]
         self._storages = [whole_storage(t) for t in {storage_handle(t): t for t in strided}.values()]
 
     def __enter__(self) -> None:
         self._copies = [s.clone() for s in self._storages]
-        self._generators = generator_states(self._device)
+        self._generators = generator_states(self._device, self._more)
 
     def __exit__(self, *_: Any) -> None:
         with torch.no_grad():
             for storage, copy in zip(self._storages, self._copies, strict=True):
                 storage.copy_(copy)
-        set_generator_states(self._device, self._generators)
+        set_generator_states(self._generators)
 
 
 class undoing_writes(OperationMode):
@@ -156,10 +159,13 @@ class undoing_writes(OperationMode):
         with torch.no_grad():
             for storage, copy in self._saved.values():
                 storage.copy_(copy)
-        set_generator_states(self._device, self._generators)
+        set_generator_states(self._generators)
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._save(op.written(args, kwargs) if op.may_write else ())
+        generator = kwargs.get("generator")
+        if generator is not None and all(generator is not known for known, _ in self._generators):
+            self._generators.append((generator, generator.get_state()))
         return op.overload(*args, **kwargs)
 
     @contextmanager

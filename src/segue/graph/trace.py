@@ -28,8 +28,9 @@ from segue.device.operations import RESIZED, Operation, geometry, is_strided, pl
 from segue.device.watch import GRAD, HostReads, Location, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, around_bodies, handling, running_body
-from segue.graph.bridge import OutputNote, is_alias_unseen, note_output
-from segue.graph.modes import SETTINGS, kernel_modes
+from segue.graph.bridge import Fresh, OutputNote, note_output
+from segue.graph.modes import SETTINGS, kernel_settings
+from segue.graph.refusals import break_refusal, caught, holds_itself, quantized, set_inside
 from segue.graph.state import Draws, default_generator
 from segue.graph.streams import join, noting_streams
 from segue.graph.tree import Spec, flatten, same_value, unflatten
@@ -196,6 +197,7 @@ class _TraceMode(OperationMode):
         self._inside: dict[int, Any] = {}
         self._main = device.current_stream()
         self._side: dict[Any, None] = {}
+        self._settings = kernel_settings()
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trace = self._trace
@@ -217,14 +219,16 @@ class _TraceMode(OperationMode):
             self._note_stream()
         outs = [geometry(t) for t in op.declared(args, kwargs)] if op.has_out else None
         key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
+        if self._device.traces_shapes and kernel_settings() != self._settings:  # elsewhere the recorded kernel stays
+            trace.refusal = trace.refusal or set_inside(op, location, self._settings)
         try:
             result = self._drawing(op, args, kwargs) if op.is_random else op.overload(*args, **kwargs)
         except Exception as error:
             if self._device.traces_shapes:  # where nothing runs in a capture, it would not be raised there
-                trace.refusal = trace.refusal or _caught(op, error, location)
+                trace.refusal = trace.refusal or caught(op, error, location)
             raise
         if self._device.traces_shapes and any(t.is_quantized for t in tensors(result)):
-            trace.refusal = trace.refusal or _quantized(op, location)
+            trace.refusal = trace.refusal or quantized(op, location)
         if op.is_random and any(t.device != self._device.device for t in tensors(result)):
             trace.draws_elsewhere = True
         if op.returns_fresh and is_strided(result):
@@ -297,7 +301,7 @@ class _TraceHandler:
 
     def _entered(self) -> dict[str, Any]:
         """Modes that a replay does not carry to bodies, as it does grad mode, inference mode and autocast."""
-        settings = zip(SETTINGS, kernel_modes(self._device.kind)[3:-1], strict=True)
+        settings = zip(SETTINGS, kernel_settings(), strict=True)
         return dict(zip(("a function mode", "a dispatch mode"), num_modes(), strict=True)) | dict(settings)
 
     def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,7 +310,7 @@ class _TraceHandler:
         streams = watch.take_streams() if watch is not None else ()
         leaves, spec = flatten((args, kwargs))
         if spec.is_leaf:
-            self._trace.refusal = _holds_itself(mark, location)
+            self._trace.refusal = holds_itself(mark, location)
             with handling(None), running_body():
                 return mark.function(*args, **kwargs)
         noting: AbstractContextManager[list[Any]] = nullcontext([])
@@ -321,14 +325,14 @@ class _TraceHandler:
             with watched, noting as joins:
                 results, result_spec = flatten(mark.function(*args, **kwargs))
             join(self._device, joins)
-            refusal = _refusal(mark, location, leaves, results, is_moved=_lying(leaves) != lying, entered=entered)
+            refusal = break_refusal(mark, location, leaves, results, is_moved=_lying(leaves) != lying, entered=entered)
             if refusal is not None:
                 self._trace.refusal = refusal
                 return unflatten(result_spec, iter(results))
             output = note_output(result_spec, results, leaves)
             if watch is not None:
                 watch.note_read(leaves, is_passed_on=True)
-                watch.note_made(results)
+                watch.note_made([r for r, note in zip(results, output.leaves, strict=True) if isinstance(note, Fresh)])
         self._trace.draws.pause()
         self._trace.has_backward = self._trace.has_backward or _has_backward(results)
         scalars = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
@@ -337,73 +341,10 @@ class _TraceHandler:
         return unflatten(result_spec, iter(results))
 
 
-def _quantized(op: Operation, location: Location | None) -> CaptureError:
-    return CaptureError(
-        f"{op.name} makes a quantized tensor ({describe_line(location)}), which a recording on the cpu device cannot hold",
-        operation=op.name,
-        location=describe_line(location),
-    )
-
-
-def _caught(op: Operation, error: Exception, location: Location | None) -> CaptureError:
-    return CaptureError(
-        f"{op.name} raised {type(error).__name__}, which the pass caught ({describe_line(location)}): in a recording on the "
-        "cpu device nothing runs, so nothing is raised either",
-        operation=op.name,
-        location=describe_line(location),
-    )
-
-
-def _holds_itself(mark: Mark, location: Location | None) -> CaptureError:
-    return CaptureError(
-        f"break {mark.name} takes or returns a container that holds itself, or is nested too deeply to be taken apart: "
-        "pass its parts",
-        operation=mark.name,
-        location=describe_line(location),
-    )
-
-
 def _lying(leaves: list[Any]) -> list[Any]:
     """Where tensors lie, and how."""
     strided = [t for t in leaves if isinstance(t, torch.Tensor) and t.layout is torch.strided]
     return [(data_address(t), t.shape, t.stride()) for t in strided]
-
-
-def _refusal(
-    mark: Mark, location: Location | None, arguments: list[Any], results: list[Any], *, is_moved: bool, entered: list[str]
-) -> CaptureError | None:
-    """Why a break with these arguments and results cannot be recorded, if so."""
-    if any(type(leaf) in (list, dict, tuple) for leaf in (*arguments, *results)):
-        return _holds_itself(mark, location)
-    others = [t.layout for t in (*arguments, *results) if isinstance(t, torch.Tensor) and t.layout is not torch.strided]
-    kinds = [type(t) for t in results if isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter)]
-    if others:
-        text = (
-            f"takes or returns a {str(others[0]).removeprefix('torch.')} tensor, which has no one memory that a recording "
-            "could fill: keep it inside the break, or pass its parts"
-        )
-    elif kinds:
-        text = (
-            f"returns a {kinds[0].__name__}, a kind of tensor with operations of its own, which memory that a recording "
-            "fills is not: return plain tensors (as_subclass(torch.Tensor))"
-        )
-    elif entered:
-        text = (
-            f"is called inside {' and '.join(entered)} that the pass has set, and a replay has not: set it inside the break"
-        )
-    elif is_moved:
-        text = (
-            "resizes an argument or puts it elsewhere (resize_, .data), which the recorded code around it would not see: "
-            "return a new tensor"
-        )
-    elif is_alias_unseen(results, arguments):
-        text = (
-            "returns the memory of an argument as another storage (through DLPack or NumPy), so that torch does not know "
-            "of it: return the argument, a view of it, or a copy"
-        )
-    else:
-        return None
-    return CaptureError(f"break {mark.name} {text}", operation=mark.name, location=describe_line(location))
 
 
 def _changed_argument(spec: Spec, before: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from segue._compat import data_address, storage_handle
 from segue.backends import Backend
-from segue.errors import CaptureError, HostReadError
+from segue.errors import CaptureError, HostReadError, SegueError
 from segue.graph import Call, Recording, Trace, calling
 from segue.graph.audit import Audit
 from segue.graph.breaks import around_bodies
@@ -177,7 +177,8 @@ def _refusing(admission: Admission) -> Iterator[None]:
     except HostReadError as error:
         admission.reason, admission.detail, admission.error = Reason.DATA_DEPENDENT, str(error), error
     except Exception as error:
-        admission.reason, admission.detail, admission.error = Reason.CAPTURE_FAILED, str(error), error
+        detail = str(error) if isinstance(error, SegueError) else f"{type(error).__name__}: {error}"
+        admission.reason, admission.detail, admission.error = Reason.CAPTURE_FAILED, detail, error
 
 
 def _capture(
@@ -197,8 +198,7 @@ def _capture(
     results."""
     reach = search()
     if reach.opaque:
-        why = "is TorchScript, whose weights lie where no change is noticed: wrap the module that it was made from"
-        raise _Refused(Reason.UNSAFE_EFFECTS, f"{reach.opaque[0]} {why}")
+        raise _Refused(Reason.UNSAFE_EFFECTS, reach.opaque[0])
     state, before = HostState(reach), Audit(reach, {storage_handle(t): t for t in reach.tensors() if _is_strided(t)})
 
     def is_own(label: str, value: Any) -> bool:

@@ -63,7 +63,7 @@ def _bisect(wrapped: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str, A
 def _compare(wrapped: GraphedCallable, recording: Recording, static: StaticCall, lane: Lane, found: Found) -> Culprit | None:
     assert found.scan is not None
     static.load(found.scan.tensors)
-    with unchanged(recording.memory, lane.device.device):
+    with unchanged(recording.memory, lane.device.device, recording.generators):
         return first_difference(
             recording, lambda: wrapped._runner.run(*static.args, **static.kwargs), lane.device, segmented=True
         )

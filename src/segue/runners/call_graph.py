@@ -238,11 +238,13 @@ class CallGraph:
         static = self.static
         static.load(tensors)
         if not self.has_breaks:
-            self._replay()
-            if self._counted:
-                increment_version(self._counted)
-            if self.written:
-                self._write_back(self.written, tensors)
+            try:
+                self._replay()
+            finally:  # an operation may raise on the cpu device: what was written before stays written
+                if self._counted:
+                    increment_version(self._counted)
+                if self.written:
+                    self._write_back(self.written, tensors)
             return
         counters: list[Any] = static.buffers
         before = [counters[i]._version for i in static.distinct]

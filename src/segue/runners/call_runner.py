@@ -398,7 +398,7 @@ def _as_one_break(function: Callable[..., Any], name: str) -> Callable[..., Any]
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    forward.__qualname__ = name
+    forward.__qualname__, forward.__module__ = name, ""  # no library's: what its closure holds is searched
     return eager_on_graph(forward)
 
 
@@ -407,4 +407,5 @@ def _without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             return function(*args, **kwargs)
 
+    run.__module__ = ""
     return run

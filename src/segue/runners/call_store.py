@@ -139,10 +139,10 @@ class CallStore:
 
     def put(self, entry: Entry, graph: CallGraph) -> None:
         """Takes a new recording; what is one too many, or over the budget, is closed, the new one too if it must be."""
-        while len(self.recorded) >= self.max_graphs:
-            self.drop(self._victim(entry) or min(self.recorded, key=lambda e: e.value), Reason.EVICTED)
-        entry.graph = self.recorded[entry] = graph
+        entry.graph = self.recorded[entry] = graph  # first: with the last recording the pool goes, and this one lies in it
         entry.reason, entry.detail, entry.failures = Reason.EVICTED, "", 0
+        while len(self.recorded) > self.max_graphs:
+            self.drop(min((e for e in self.recorded if e is not entry), key=lambda e: e.value), Reason.EVICTED)
         if self.budget is None:
             return
         if self.lane.reserved_bytes > self.budget:  # the pool stays until the last recording is gone

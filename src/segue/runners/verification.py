@@ -46,14 +46,14 @@ def verify(
     state = [*map(whole_storage, graph.outside_written.values()), *(without_overlap(tensors[i]) for i in graph.written)]
     saved = [t.clone() for t in state]
     device = graph.static.device
-    generators = generator_states(device)
+    generators = generator_states(device, graph.recording.generators)
     result = graph.answer(tensors, args, kwargs, cut)
     replayed = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(result)[0]]
     after = [t.clone() for t in state]
     with torch.no_grad():
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
-    set_generator_states(device, generators)
+    set_generator_states(generators)
     answer = eager()
     is_exact = cut is None
     for index, (got, expected) in enumerate(zip(after, state, strict=True)):
