@@ -75,7 +75,7 @@ def make_plan(is_tiny: bool, compiler: str) -> Plan:
     if is_tiny:
         return Plan(torch.device("cpu"), (4, 8, 16), (4, 16), TINY, 2, "eager" if compiler == "auto" else compiler, 3, 2)
     rungs = sglang_prefill(2048)
-    return Plan(torch.device("cuda", 0), rungs, (4, 16, 128, 512, 2048), LLAMA_8B, 32, compiler, 11, 10)
+    return Plan(torch.device("cuda", 0), rungs, (4, 16, 128, 512, 2048), LLAMA_8B, 32, compiler, 7, 10)
 
 
 # -- one process ------------------------------------------------------------------------------------------------------

@@ -172,9 +172,10 @@ def time_replays(plan: Plan, builds: dict[str, Build]) -> dict[str, dict[str, li
     calls = {(n, arm): build.replayable(n) for n in plan.timed for arm, build in builds.items()}
     for call in calls.values():
         call()
-    for index in range(plan.num_rounds):  # every other one backwards: a busy arm leaves a slower device behind
-        for (tokens, arm), call in list(calls.items())[:: 1 if index % 2 == 0 else -1]:
+    for _ in range(plan.num_rounds):
+        for (tokens, arm), call in calls.items():
             count = plan.num_eager if arm == "eager" else plan.num_replays
+            _wall(call, count, plan.device)  # an arm that lets the device idle leaves a faster one behind
             samples[str(tokens)][arm].append(_wall(call, count, plan.device))
     return samples
 

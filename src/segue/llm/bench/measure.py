@@ -29,17 +29,18 @@ def interleaved(
     arms: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int = 7, calls: int = 20, warmups: int = 3
 ) -> dict[str, Sample]:
     """Seconds a call of each arm; a round times `calls` calls behind one another, with one wait at the end. Of an arm that
-    would take longer than `_LONGEST` for them, fewer. Every other round goes backwards: a device is slower behind an arm
-    that kept it busy than behind one that let it idle."""
+    would take longer than `_LONGEST` for them, fewer. As many untimed ones go before: a device that an arm has let idle is
+    faster for some time, and each arm is to meet the device as it leaves it itself."""
     counts: dict[str, int] = {}
     for name, call in arms.items():
         for _ in range(warmups):
             call()
         counts[name] = max(1, min(calls, int(_LONGEST / _seconds(call, device, 1))))
     found: dict[str, list[float]] = {name: [] for name in arms}
-    for index in range(rounds):
-        for name in list(arms)[:: 1 if index % 2 == 0 else -1]:
-            found[name].append(_seconds(arms[name], device, counts[name]))
+    for _ in range(rounds):
+        for name, call in arms.items():
+            _seconds(call, device, counts[name])
+            found[name].append(_seconds(call, device, counts[name]))
     return {name: Sample(statistics.median(all_), min(all_), max(all_), rounds) for name, all_ in found.items()}
 
 

@@ -64,7 +64,7 @@ def measure_prefill(
     attention: str = "auto",
     experts: str = "auto",
     *,
-    rounds: int = 15,
+    rounds: int = 9,
 ) -> dict[str, Any]:
     """Seconds of a step by length and arm; start-up seconds and bytes of each arm's graphs."""
     engines = {name: prefill_engine(model, device, name, lengths, attention, experts) for name in arms}
@@ -74,7 +74,7 @@ def measure_prefill(
         calls: dict[str, Callable[[], object]] = {
             name: partial(step_of, engine.prefill, host) for name, engine in engines.items()
         }
-        timed = interleaved(calls, device, rounds=rounds, calls=5)
+        timed = interleaved(calls, device, rounds=rounds, calls=10)
         found["rows"].append({"tokens": tokens, "seconds": {name: sample._asdict() for name, sample in timed.items()}})
     for engine in engines.values():
         engine.close()
