@@ -289,3 +289,134 @@ def test_an_argument_that_is_state_of_the_function(options: dict[str, Any], devi
         for _ in range(3):
             buffer.zero_()
             same(step(buffer), torch.full((2,), 3.0, device=device.device))
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(8, 5), (5, 8), (11, 8), (3, 3), (8, 8), (10, 1), (5, 5)])
+def test_a_live_size_may_be_the_rung_of_another_axis(sizes: tuple[int, int], device: Device) -> None:
+    step = segue.graph(lambda x, y: (x * 2, y * 2), pad={"x": segue.Pad(ladder=(11,)), "y": segue.Pad(ladder=(8,))})
+    with torch.no_grad():
+        for _ in range(4):
+            x, y = (torch.randn(n, 3, device=device.device) for n in sizes)
+            same(step(x, y), (x * 2, y * 2))
+    assert step.report().replays == 2
+
+
+def test_one_axis_may_lie_along_several_dimensions(device: Device) -> None:
+    pad = {"x": segue.Pad(dim=0, axis="s", ladder=(8,)), "mask": segue.Pad(dim=1, axis="s", ladder=(8,))}
+    step = segue.graph(lambda x, mask: (x * 2, mask + 1), pad=pad)
+    with torch.no_grad():
+        for n in (5, 5, 5, 7, 8, 1):
+            x, mask = torch.randn(n, 3, device=device.device), torch.randn(2, n, device=device.device)
+            same(step(x, mask), (x * 2, mask + 1))
+    assert step.report().replays == 4
+
+
+LYING: dict[str, Callable[[int], torch.Tensor]] = {
+    "whole": lambda n: torch.zeros(n, 4),
+    "columns": lambda n: torch.zeros(n, 8)[:, :4],
+    "every other column": lambda n: torch.zeros(n, 8)[:, ::2],
+    "every other row": lambda n: torch.zeros(2 * n, 4)[::2],
+    "turned": lambda n: torch.zeros(4, n).T,
+    "turned columns": lambda n: torch.zeros(4, n + 3)[:, :n].T,
+}
+
+
+@pytest.mark.parametrize("order", [list(LYING), list(LYING)[::-1]], ids=["forwards", "backwards"])
+def test_a_padded_argument_keeps_its_gaps(order: list[str]) -> None:
+    """What tells an alias from a copy (`contiguous`, `reshape`) must not depend on padding."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        flat = x.contiguous()
+        flat.add_(1)
+        rows = x.reshape(-1, 2)
+        rows.mul_(3)
+        return flat, x + 1, x.is_contiguous()
+
+    step = segue.graph(function, pad={"x": segue.Pad(ladder=(8,))})
+    with torch.no_grad():
+        for kind in order:
+            for n in (5, 5, 3, 8, 6):
+                ours, theirs = LYING[kind](n), LYING[kind](n)
+                expected, got = function(theirs), step(ours)
+                torch.testing.assert_close(got[:2], expected[:2], rtol=0, atol=0)
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+                assert got[2] == expected[2]
+    assert step.report().replays
+
+
+# -- breaks and what they say of themselves ---------------------------------------------------------------------------
+
+
+def test_writes_that_name_an_object_are_not_known() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(1))
+
+        @segue.eager_on_graph(writes=("self",))
+        def put(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept.add_(x)
+            return x * 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.put(x) + self.kept
+
+    net = Net()
+    step = segue.graph(net, verify="every:1")
+    with torch.no_grad():
+        for i in range(1, 6):
+            assert (step(torch.ones(1)).item(), net.kept.item()) == (2.0 + i, float(i))
+    assert "unverified" in str(step.report())
+
+
+def test_state_among_the_arguments_of_the_traced_call_is_state_afterwards(device: Device) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.ones(1, device=device.device))
+
+    @segue.eager_on_graph
+    def state(a: torch.Tensor) -> torch.Tensor:
+        return module.kept
+
+    step = segue.graph(lambda x: state(x) + x)
+    zero = torch.zeros(1, device=device.device)
+    with torch.no_grad():
+        for x in (zero, module.kept, zero, zero, module.kept, zero, zero):
+            same(step(x), 1 + x)
+    assert step.report().replays
+
+
+def test_compiled_functions_may_be_called_inside() -> None:
+    inner = torch.compile(lambda x: x.sin() + 1, backend="eager")
+    step = segue.graph(lambda x: inner(x) * 2)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(3)
+            same(step(x), (x.sin() + 1) * 2)
+    assert step.report().replays == 2
+
+
+def test_a_nested_tensor_inside_runs_eagerly() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.to_padded_tensor(torch.nested.nested_tensor([x[0], x[1, :2]]), 0.0)
+
+    step = segue.graph(function)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(2, 4)
+            same(step(x), function(x))
+    assert "capture_failed" in eager_reasons(step)
+
+
+def test_layers_with_a_fast_path_answer_from_it_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    step, padding = segue.graph(encoder), torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(2, 5, 8)
+            same(step(x, src_key_padding_mask=padding), encoder(x, src_key_padding_mask=padding))
+    assert "set_fastpath_enabled" in str(step.report())

@@ -187,3 +187,70 @@ def test_a_wrapped_callable_prepares_each_of_its_shapes(lane: Lane) -> None:
     assert calls.count("asked") == 2
     assert calls.count("prepared") > 20
     step.close()
+
+
+def test_values_and_state_that_a_body_returns_are_looked_at_each_time(lane: Lane) -> None:
+    asked: list[int] = []
+
+    def prepare(x: torch.Tensor) -> Callable[[], None]:
+        asked.append(1)
+        return lambda: None
+
+    kept = [torch.ones(2, device=lane.device.device)]
+    sign = segue.eager_on_graph(prepare=prepare)(lambda x: 3 if float(x.sum()) >= 0 else 4)
+    state = segue.eager_on_graph(prepare=prepare)(lambda x: kept[0])
+    x = torch.ones(2, device=lane.device.device)
+    for marked in (sign, state):
+        recorded = record(lane, lambda f=marked: x * f(x), "breakable")  # type: ignore[misc]
+        for _ in range(3):
+            assert torch.equal(replay(lane, recorded), x * 3 if marked is sign else x)
+    assert not asked
+
+
+@pytest.mark.parametrize("given", [5, "x"])
+def test_what_cannot_be_called_is_told_at_once(lane: Lane, given: Any) -> None:
+    with pytest.raises(ValueError, match="prepare"):
+        segue.eager_on_graph(prepare=given)(lambda x: x)
+    marked = segue.eager_on_graph(prepare=lambda x: given)(lambda x: None)
+    x = torch.ones(2, device=lane.device.device)
+    recorded = record(lane, lambda: (marked(x), x * 2)[1], "breakable")
+    with pytest.raises(TypeError, match="prepare returned"):
+        replay(lane, recorded)
+
+
+def test_what_is_prepared_may_wait_for_a_thread_that_makes_the_same_call(lane: Lane) -> None:
+    import threading
+
+    found: list[torch.Tensor] = []
+    depth = threading.local()
+
+    def wait(x: torch.Tensor) -> None:
+        if getattr(depth, "inside", False) or len(found) > 3:
+            return
+
+        def other() -> None:
+            depth.inside = True
+            with torch.no_grad():
+                found.append(step(torch.ones(2, device=lane.device.device)))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+    def prepare(x: torch.Tensor) -> Callable[[], None]:
+        return lambda: wait(x)
+
+    marked = segue.eager_on_graph(prepare=prepare)(wait)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        marked(y)
+        return y + 1
+
+    step = segue.graph(function)
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(2, device=lane.device.device)
+            assert torch.equal(step(x), x * 2 + 1)
+    assert all(torch.equal(y, torch.full((2,), 3.0, device=lane.device.device)) for y in found)

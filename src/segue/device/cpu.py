@@ -218,7 +218,9 @@ class CpuCapture:
 
     def _record(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_strided(args):
-            self._refuse(CaptureError, f"{op.name} takes a sparse tensor, which the cpu device cannot record.", op.name)
+            self._refuse(
+                CaptureError, f"{op.name} takes a sparse or nested tensor: the cpu device cannot record it.", op.name
+            )
         if op.reads_host(args):
             self.refuse_read(op.name)
         if op.moves_storage:
@@ -281,7 +283,9 @@ class CpuCapture:
                 )
             raise
         if not is_strided(result):
-            self._refuse(CaptureError, f"{op.name} makes a sparse tensor, which the cpu device cannot record.", op.name)
+            self._refuse(
+                CaptureError, f"{op.name} makes a sparse or nested tensor: the cpu device cannot record it.", op.name
+            )
         return fresh_geometries(op, result)
 
 

@@ -39,6 +39,19 @@ _DATA_READS = {
     "aten::rnn_tanh.data",
     "aten::tensor_split.tensor_indices_or_sections",
 }
+_WHOLE = {
+    "aten::linalg_cond",
+    "aten::linalg_eigvals",
+    "aten::linalg_eigvalsh",
+    "aten::linalg_matrix_norm",
+    "aten::linalg_matrix_rank",
+    "aten::linalg_norm",
+    "aten::linalg_pinv",
+    "aten::linalg_svdvals",
+    "aten::nuclear_norm",
+    "aten::pinverse",
+}
+"""composites that take another algorithm where they are watched: not taken apart"""
 _OF_TORCH = ("aten::", "prim::", "prims::", "profiler::")
 _RESIZES = {"aten::resize_", "aten::set_", "aten::resize_as_", "aten::resize"}
 _STATISTICS = ("running_mean", "running_var")
@@ -88,7 +101,7 @@ class Operation:
         self.overload = overload
         self.call = overload._op
         self.name = str(overload)
-        is_decomposable = base not in _HIDDEN_VIEWS and _full_name(overload) not in _DATA_READS
+        is_decomposable = base not in _HIDDEN_VIEWS | _WHOLE and _full_name(overload) not in _DATA_READS
         self.composite_on = _composite_on(_full_name(overload)) if is_decomposable else frozenset()
         written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         self.moves_storage = base in _RESIZES
@@ -200,8 +213,8 @@ def _mark(value: Any) -> Any:
 
 
 def is_strided(value: Any) -> bool:
-    """Whether every tensor in an argument has ordinary memory (sparse and opaque ones have none)."""
-    return all(t.layout is torch.strided for t in tensors(value))
+    """Whether every tensor in an argument has ordinary memory (sparse, nested and opaque ones have none)."""
+    return all(t.layout is torch.strided and not t.is_nested for t in tensors(value))
 
 
 def geometry(value: Any) -> Geometry | None:

@@ -132,7 +132,7 @@ def eager_on_graph(
             written to ``out``, an argument, or None.
 
     Raises:
-        ValueError: `static` or `writes` names no parameter of the function.
+        ValueError: `static` or `writes` names no parameter of the function; `prepare` cannot be called.
     """
     if function is None:
         return lambda f: _mark(f, static, writes, fake, prepare)
@@ -147,6 +147,8 @@ def _mark(
     prepare: Callable[..., Callable[[], object] | None] | None,
 ) -> Callable[..., Any]:
     names = _parameters(function)
+    if prepare is not None and not callable(prepare):
+        raise ValueError(f"@eager_on_graph(prepare=...) is {prepare!r}, which cannot be called")
     for option, given in (("static", static), ("writes", writes)):
         for name in given:
             if names is not None and name not in names:

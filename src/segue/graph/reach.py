@@ -211,7 +211,8 @@ class Reach:
     def _visit_function(self, function: FunctionType, depth: int, parent: int | None) -> None:
         if depth > _MAX_CODE_DEPTH:
             return
-        if is_marked(function) or is_library(function.__module__):
+        # where it was written: a library's decorator takes its function's module
+        if is_marked(function) or is_library(function.__module__) or is_library(function.__globals__.get("__name__")):
             if self._follows_breaks or not is_marked(function):
                 self._follow(getattr(function, "__wrapped__", None), depth, parent, "")
             return

@@ -15,7 +15,6 @@ until the lane's next replay or capture, since nothing else writes there; whoeve
 from __future__ import annotations
 
 import gc
-import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -30,97 +29,17 @@ from segue.device import Capture, Device, DeviceGraph, Pool
 from segue.device.operations import Operation, is_strided, plain_arguments, tensors, touched
 from segue.device.watch import Location, describe_line, user_line
 from segue.errors import CaptureError, ReplayError, TraceMismatchError
-from segue.graph.breaks import Mark, break_graph, handling, lane_holder, running_body
+from segue.graph.break_step import Break, break_step
+from segue.graph.breaks import Mark, handling
 from segue.graph.bridge import Fresh, build_output, delivery
 from segue.graph.guard import CaptureInterrupted, capturing, interruption, is_lent
 from segue.graph.lease import Returned, as_returned
-from segue.graph.modes import Modes, bound, current_modes
+from segue.graph.modes import Modes, current_modes
 from segue.graph.ownership import OutsideAccess, Ownership, escape_error
 from segue.graph.ranges import ranged, wants_ranges
 from segue.graph.streams import after_joining
-from segue.graph.trace import Trace, expect_break, has_flat_arguments, without_autocast_cache
-from segue.graph.tree import Spec, flatten, unflatten
-
-
-class Break:
-    """One eager call between two segments, bound to its captured arguments."""
-
-    __slots__ = ("_args", "_deliver", "_function", "_kwargs", "_leaves", "_out", "_prepare", "_prepared", "_spec", "mark")
-
-    def __init__(
-        self,
-        mark: Mark,
-        modes: Modes | None,
-        spec: Spec,
-        leaves: list[Any],
-        deliver: Callable[[Any], None],
-        out: Any,
-        *,
-        may_prepare: bool,
-    ) -> None:
-        """`out` is memory that the body may write its result to. `may_prepare`: but for copying a result from elsewhere, a
-        replay does nothing beyond the body."""
-        self.mark = mark
-        self._out = out
-        self._prepare = mark.prepare if may_prepare else None
-        self._prepared: Callable[[], object] | None = None
-        self._function = mark.function if modes is None else bound(mark.function, modes)
-        self._spec = spec
-        self._leaves = leaves
-        self._deliver = deliver
-        args, kwargs = unflatten(spec, iter(leaves))
-        if out is not None:
-            kwargs["out"] = out
-        self._args = args
-        self._kwargs = kwargs
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that the body is called with."""
-        return tensors(self._leaves)
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether there is no work in it: `segue.break_graph()`."""
-        return self.mark.function is inspect.unwrap(break_graph)
-
-    @property
-    def written(self) -> list[torch.Tensor]:
-        """Those of them that its mark says the body writes; all, where a name there tells no argument of this call."""
-        names = self.mark.writes
-        if not names:
-            return []
-        try:
-            bound = inspect.signature(self.mark.function).bind(*self._args, **self._kwargs).arguments
-        except (TypeError, ValueError):
-            return self.tensors
-        return tensors([flatten(bound[name])[0] for name in names]) if names <= bound.keys() else self.tensors
-
-    def replay(self) -> None:
-        if self._prepared is not None:
-            self._prepared()
-            return
-        if lane_holder.get() is None:
-            result = self._function(*self._args, **self._kwargs)
-        else:
-            with running_body():
-                result = self._function(*self._args, **self._kwargs)
-        self._deliver(result)
-        if self._prepare is not None:
-            self._prepared = self._prepare(*self._args, **self._kwargs) if result is self._out or self._out is None else None
-            self._prepare = None
-
-
-class RebuiltBreak(Break):
-    """A break with containers among its arguments: a body may change them, so each replay gets new ones."""
-
-    __slots__ = ()
-
-    def replay(self) -> None:
-        args, kwargs = unflatten(self._spec, iter(self._leaves))
-        with running_body():
-            result = self._function(*args, **kwargs)
-        self._deliver(result)
+from segue.graph.trace import Trace, expect_break, without_autocast_cache
+from segue.graph.tree import flatten, unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,9 +317,7 @@ class Recorder:
                 self._watch.outside.note_made([r for r, n in zip(results, note.output.leaves) if isinstance(n, Fresh)])
                 self._watch.outside.note_read(results)
         out = targets[0] if mark.can_take_out(args, kwargs) and len(note.output.fresh) == len(targets) == 1 else None
-        kind = Break if has_flat_arguments(spec) else RebuiltBreak
-        may_prepare = modes is None and not note.joins and (out is not None or not note.output.fresh)
-        self._steps.append(kind(mark, modes, spec, kept, deliver, out, may_prepare=may_prepare))
+        self._steps.append(break_step(mark, modes, spec, kept, deliver, out, note))
         return output
 
     def _unwatched(self) -> AbstractContextManager[Any]:

@@ -210,12 +210,11 @@ def _gguf_of_wheel(package: str) -> Path | None:
 
 
 def _content_digest(file: Path) -> str:
-    """A name for the file's content, from its size, its head (all metadata) and its tail: a few milliseconds."""
-    digest = hashlib.blake2b(f"{_CONVERSION} {file.stat().st_size}".encode(), digest_size=6)
+    """A name for all of the file's content: a second for each GB."""
+    digest = hashlib.blake2b(str(_CONVERSION).encode(), digest_size=6)
     with file.open("rb") as stream:
-        digest.update(stream.read(1 << 22))
-        stream.seek(max(0, file.stat().st_size - (1 << 20)))
-        digest.update(stream.read())
+        while block := stream.read(1 << 22):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -76,10 +76,7 @@ def settle_sizes(
             f"memory_fraction is {config.memory_fraction}; it bounds the memory of a CUDA device, and this engine runs on "
             "cpu: leave it out (EngineConfig.num_pages sizes the cache there)"
         )
-    chunk = (256 if is_cpu else 2048) if config.chunk_size == "auto" else config.chunk_size
-    requests = (8 if is_cpu else 256) if config.max_requests == "auto" else config.max_requests
-    longest = min(facts.max_context, _CPU_MAX_CONTEXT) if is_cpu else facts.max_context
-    context = longest if config.max_context == "auto" else min(config.max_context, facts.max_context)
+    chunk, requests, context = _asked(config, facts, is_cpu=is_cpu)
     pages = config.num_pages
     if pages == "auto":
         pages = _num_pages(facts, requests, context, _cache_budget(config, device, reserve_bytes), is_cuda=not is_cpu)
@@ -89,6 +86,30 @@ def settle_sizes(
         sizes = sizes._replace(notes=(f"max_context {config.max_context} -> {context}: the model's longest", *sizes.notes))
     _check_memory(config, sizes, facts, device, is_gathered=is_gathered)
     return sizes
+
+
+def resized(config: EngineConfig, facts: ModelFacts, device: torch.device, num_pages: int) -> Sizes:
+    """The sizes that were asked for, as far as another number of pages lets them be reached."""
+    is_cpu = device.type == "cpu"
+    return reachable_sizes(*_asked(config, facts, is_cpu=is_cpu), num_pages, is_cpu=is_cpu)
+
+
+def check_pages(num_pages: int, held_bytes: int, facts: ModelFacts, device: torch.device) -> None:
+    """ConfigError where so many pages need more memory than is left, once `held_bytes` are given back."""
+    left, need = available_bytes(device), num_pages * bytes_per_page(facts)
+    if left is not None and need > left + held_bytes:
+        raise ConfigError(
+            f"num_pages is {num_pages}, which needs at least {need / 2**30:.1f} GiB for the cache, and "
+            f"{(left + held_bytes) / 2**30:.1f} GiB are left: set a smaller num_pages"
+        )
+
+
+def _asked(config: EngineConfig, facts: ModelFacts, *, is_cpu: bool) -> tuple[int, int, int]:
+    """Tokens of a chunk, requests, and tokens of context."""
+    chunk = (256 if is_cpu else 2048) if config.chunk_size == "auto" else config.chunk_size
+    requests = (8 if is_cpu else 256) if config.max_requests == "auto" else config.max_requests
+    longest = min(facts.max_context, _CPU_MAX_CONTEXT) if is_cpu else facts.max_context
+    return chunk, requests, longest if config.max_context == "auto" else min(config.max_context, facts.max_context)
 
 
 def used_fraction(config: EngineConfig) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -26,9 +26,10 @@ from segue.llm.batch import ForwardBatch, RequestRows, build_batch
 from segue.llm.config import recording_device, torch_device
 from segue.llm.engine_config import EngineConfig
 from segue.llm.fuse import FusionReport, fuse, unfuse
+from segue.llm.interrupts import uninterrupted
 from segue.llm.lifecycle import Lifecycle
 from segue.llm.load import load_model
-from segue.llm.outputs import RequestOutput, TokenLogprob
+from segue.llm.outputs import Live, RequestOutput, TokenLogprob
 from segue.llm.prompts import chat_ids, encode
 from segue.llm.readback import Pending
 from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner, StepOutput
@@ -43,17 +44,6 @@ from segue.runners import Progress
 __all__ = ["Engine", "Prompt", "RequestOutput", "TokenLogprob"]
 
 
-@dataclass(slots=True)
-class _Live:
-    """A request under way, with what has come out of it."""
-
-    request: Request
-    detokenizer: IncrementalDetokenizer | None
-    new_text: str = ""
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
 class _Flight(NamedTuple):
     """A step that the device has been given. `tokens` are what it chose, where the next step could start from them."""
 
@@ -65,6 +55,8 @@ class _Flight(NamedTuple):
 
 class Engine(Lifecycle):
     """Serves one model. Owns its memory until `close`; also a context manager.
+
+    A first Ctrl-C in the main thread waits for the end of a step, so that the engine can be used afterwards.
 
     Calls may come from several threads; they take turns. `stream` may be interleaved with other calls, its request then
     runs in one batch with theirs.
@@ -112,7 +104,7 @@ class Engine(Lifecycle):
         self.attention = choose_attention(self.config.attention, needs_of(loaded.facts), device)
         self._lock = threading.RLock()
         self._ids = itertools.count()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._finished: dict[str, RequestOutput] = {}
         self._num_steps = {"prefill": 0, "decode": 0}
         self._num_generated = 0
@@ -203,14 +195,14 @@ class Engine(Lifecycle):
             detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop_strings)
         elif params.stop_strings:
             raise ValueError("stop strings need a tokenizer, and this model came without one")
-        with self._lock:
+        with uninterrupted(), self._lock:
             self._check_open()
             name = self._new_id() if request_id is None else request_id
             if name in self._live:  # alive, or finished and not taken
                 raise ValueError(f"request id {name!r} is in use: take its output first, or choose another")
             request = Request(name, ids, params)
             self._scheduler.add(request)
-            self._live[name] = _Live(request, detokenizer)
+            self._live[name] = Live(request, detokenizer)
         return name
 
     def _new_id(self) -> str:
@@ -236,7 +228,7 @@ class Engine(Lifecycle):
     def _advance(self, *, runs_ahead: bool) -> bool:
         """`step`. With `runs_ahead` the device is given the next step, if it is certain, before this one is waited for, so
         that it never idles while the host takes tokens and builds batches."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             self._check_open()
             flight, self._flight = self._flight, None
             if flight is None:
@@ -256,9 +248,17 @@ class Engine(Lifecycle):
                 self._scheduler.cancel(flight.step)
                 raise
             places = {row.request.id: place for place, row in enumerate(flight.step.rows)}
+            failures: list[Exception] = []
             for new in self._scheduler.complete(flight.step, token_ids):
                 self._num_generated += 1
-                self._take(new.request, new.token_id, flight.logprobs, places[new.request.id])
+                try:
+                    self._take(new.request, new.token_id, flight.logprobs, places[new.request.id])
+                except Exception as error:  # of the tokenizer: the other requests' tokens are taken all the same
+                    failures.append(error)
+                    if new.request.is_finished:
+                        self._finished[new.request.id] = self._live[new.request.id].output(is_settled=True)
+            if failures:
+                raise failures[0]
             return True
 
     def _launch(self, step: Step, device_ids: torch.Tensor | None) -> _Flight:
@@ -297,42 +297,22 @@ class Engine(Lifecycle):
 
     def _take(self, request: Request, token_id: int, logprobs: Any, place: int) -> None:
         live = self._live[request.id]
-        if logprobs is not None and request.params.logprobs is not None:
-            num_top = request.params.logprobs
-            top = zip(logprobs.top_ids[place, :num_top].tolist(), logprobs.top_values[place, :num_top].tolist(), strict=True)
-            live.logprobs.append(TokenLogprob(token_id, float(logprobs.chosen[place]), tuple(top)))
-        detokenizer = live.detokenizer
-        if detokenizer is not None:
-            live.new_text += detokenizer.push(token_id)
-            if detokenizer.stopped_by is not None:
-                self._scheduler.finish(request.id, "stop")
+        if live.take(token_id, logprobs, place):
+            self._scheduler.finish(request.id, "stop")
         if request.is_finished:
-            self._finish(live)
-
-    def _finish(self, live: _Live) -> None:
-        request = live.request
-        if live.detokenizer is not None:
-            live.new_text += live.detokenizer.finish()
-            live.text = live.detokenizer.text
-        reason = str(request.finish_reason)
-        if reason == "length" and live.detokenizer is not None and live.detokenizer.stopped_by is not None:
-            reason = "stop"  # the last token that was allowed completed a stop string
-        logprobs = tuple(live.logprobs) if request.params.logprobs is not None else None
-        self._finished[request.id] = RequestOutput(
-            request.id, live.text, tuple(request.generated_ids), tuple(request.prompt_ids), reason, logprobs
-        )
+            self._finished[request.id] = live.output()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; what it generated so far is its output. False where no such request is alive."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             if not self._scheduler.abort(request_id):
                 return False
-            self._finish(self._live[request_id])
+            self._finished[request_id] = self._live[request_id].output()
             return True
 
     def take_output(self, request_id: str) -> RequestOutput | None:
         """The output of a finished request, once; None while it runs. Raises KeyError for an unknown id."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             output = self._finished.pop(request_id, None)
             if output is not None:
                 del self._live[request_id]
@@ -359,12 +339,14 @@ class Engine(Lifecycle):
         names: list[str] = []
         try:
             for prompt, param in zip(many, each, strict=True):
-                names.append(self.add_request(prompt, param))
+                names.append(self._new_id())  # known before it is added, whatever comes between
+                self.add_request(prompt, param, names[-1])
             outputs: dict[str, RequestOutput] = {}
             while len(outputs) < len(names):
                 self._collect(names, outputs)
                 if len(outputs) < len(names) and not self._advance(runs_ahead=self._overlaps):
                     self._collect(names, outputs)
+                    self._check_under_way([name for name in names if name not in outputs])
         finally:
             self._discard(names)
         return [outputs[name] for name in names]
@@ -376,9 +358,15 @@ class Engine(Lifecycle):
                 if output is not None:
                     outputs[name] = output
 
+    def _check_under_way(self, names: Sequence[str]) -> None:
+        """Nothing was left to run: of these requests none may be waited for."""
+        with self._lock:
+            if any(name not in self._finished for name in names) and not self._scheduler.has_work:
+                raise SegueError("a request ended without its output, since an earlier step raised: ask again")
+
     def _discard(self, names: Sequence[str]) -> None:
         """Leaves nothing behind of requests that the caller no longer waits for."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             self._land()
             for name in names:
                 self._scheduler.abort(name)
@@ -393,7 +381,12 @@ class Engine(Lifecycle):
         """
         if self.tokenizer is None:
             raise ValueError("this model came without a tokenizer, so there is no text to stream: use generate()")
-        pieces = self._stream(self.add_request(prompt, params))
+        name = self._new_id()
+        try:
+            pieces = self._stream(self.add_request(prompt, params, name))
+        except BaseException:
+            self._discard([name])
+            raise
         next(pieces)
         return pieces
 
@@ -418,8 +411,8 @@ class Engine(Lifecycle):
                 piece, live.new_text = live.new_text, ""
             if piece:
                 yield piece
-            if not is_done:
-                self.step()
+            if not is_done and not self.step():
+                self._check_under_way([request_id])
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for the assistant's turn.

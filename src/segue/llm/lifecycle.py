@@ -24,11 +24,11 @@ from segue.errors import CaptureOutOfMemory, SegueError
 from segue.llm import sizing
 from segue.llm.arguments import check_type
 from segue.llm.attention import AttentionChoice
-from segue.llm.config import Sizes, bytes_per_page, reachable_sizes, settle_sizes, used_fraction
+from segue.llm.config import Sizes, bytes_per_page, check_pages, resized, settle_sizes, used_fraction
 from segue.llm.engine_config import EngineConfig
 from segue.llm.facts import ModelFacts
 from segue.llm.kv_cache import PagedKVCache
-from segue.llm.pages import PagePool
+from segue.llm.pages import MIN_PAGES, PagePool
 from segue.llm.readback import Readback
 from segue.llm.runners import BatchRunner, DecodeRunner, PrefillRunner
 from segue.llm.scheduler import Scheduler
@@ -222,6 +222,7 @@ class Lifecycle(ABC):
 
         Raises:
             SegueError: requests are in flight.
+            ConfigError: so many pages need more memory than there is; nothing has changed.
             ValueError: so few pages cannot be.
         """
         check_type("num_pages", num_pages, int)
@@ -230,7 +231,8 @@ class Lifecycle(ABC):
             self._check_open()
             if self._scheduler.has_work:
                 raise SegueError(self._in_flight("the cache cannot be resized"))
-            PagePool(num_pages)  # refuses what cannot be, before anything is given up
+            PagePool(min(num_pages, MIN_PAGES))  # refuses what cannot be, before anything is given up
+            check_pages(num_pages, self.cache.nbytes, self.facts, self.device.device)
             sizes = self.sizes
             try:
                 self._resize(num_pages)
@@ -302,6 +304,12 @@ class Lifecycle(ABC):
         where that fails. No step may be under way."""
         if self._weights_hold():
             return
+        found = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), self.facts.dtype)
+        if found != self.facts.dtype:
+            raise SegueError(
+                f"the model's weights are {found} now, and this engine was made for {self.facts.dtype}: convert them back, "
+                "or make a new engine"
+            )
         self._is_behind = True
         for runner in self.runners:
             runner.close_recordings()
@@ -323,9 +331,7 @@ class Lifecycle(ABC):
 
     def _resize(self, num_pages: int) -> None:
         self._release()
-        sizes = self.sizes
-        is_cpu = self.device.kind == "cpu"
-        self._open(reachable_sizes(sizes.chunk_size, sizes.max_requests, sizes.max_context, num_pages, is_cpu=is_cpu))
+        self._open(resized(self.config, self.facts, self.device.device, num_pages))
 
     def _recapture(self, progress: Progress | None) -> None:
         if self.capture_reports:  # by hand, it may never have been captured

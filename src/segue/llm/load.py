@@ -80,7 +80,7 @@ def load_model(
         check_supported(_model_class(location, config), config)
         if isinstance(location, Path):
             _check_generation_config(location / "generation_config.json")
-            _check_weight_files(location)
+            _check_weight_files(location, config)
         model = _load_weights(location, config, torch.float32 if dtype == "auto" and device.type == "cpu" else dtype)
         model.to(device)  # type: ignore[arg-type]
         tokenizer = _load_tokenizer(location) if tokenizer is None else tokenizer
@@ -183,14 +183,17 @@ def _model_class(location: Path | str, config: Any) -> Any:
         ) from None
 
 
-def _check_weight_files(folder: Path) -> None:
-    """Every weight file that the folder needs is there, is safetensors, and is whole."""
+def _check_weight_files(folder: Path, config: Any) -> None:
+    """Every weight file that the folder needs is there, is safetensors, whole, and of the size that the config says: that
+    would be allocated before anything is compared."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / "model.safetensors").is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("a file that it names is no text")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} is damaged: {_one_line(error)}; bring the checkpoint again") from error
     else:
@@ -202,10 +205,28 @@ def _check_weight_files(folder: Path) -> None:
             hint = "pickled weights are never read; convert them to safetensors" if pickled else _remedy(folder)
             raise ConfigError(f"the checkpoint {folder} lacks {name}; {hint}")
         try:
-            with safe_open(file, framework="pt"):
-                pass
+            with safe_open(file, framework="pt") as held:
+                _check_tensors(file, held, config)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} is damaged: {_one_line(error)}; {_remedy(folder)}") from error
+
+
+def _check_tensors(file: Path, held: Any, config: Any) -> None:
+    text = config.get_text_config()
+    expected = [getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)]
+    for name in held.keys():  # noqa: SIM118 (it is no dict)
+        part = held.get_slice(name)
+        if name.endswith("embed_tokens.weight") and None not in expected and list(part.get_shape()) != expected:
+            raise ConfigError(
+                f"the weights of {file.parent} cannot be loaded: they have another shape than its config.json says, {name}: "
+                f"{tuple(part.get_shape())} in the file, {tuple(expected)} by the config"
+            )
+        is_number = part.get_dtype().startswith(("F", "BF"))
+        if name.endswith(".weight") and not is_number and getattr(config, "quantization_config", None) is None:
+            raise ConfigError(
+                f"{file} holds {name} as {part.get_dtype()}, which is no floating-point number, and config.json names no "
+                "quantization: bring the checkpoint again"
+            )
 
 
 def _check_generation_config(file: Path) -> None:
@@ -239,7 +260,7 @@ def _load_weights(location: Path | str, config: Any, dtype: torch.dtype | Litera
             ignore_mismatched_sizes=True,  # they are refused below, by name; transformers refers to its report
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, ImportError, TypeError, AssertionError, AttributeError) as error:
         raise ConfigError(
             f"the model of {location} cannot be made from its config.json and weights: {_one_line(error)}; bring the "
             "checkpoint again, or a newer transformers"

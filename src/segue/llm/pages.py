@@ -17,6 +17,7 @@ PAGE_SIZE: Final = 16
 NULL_PAGE: Final = 0
 SCRAP_PAGE: Final = 1
 NUM_RESERVED_PAGES: Final = 2
+MIN_PAGES: Final = NUM_RESERVED_PAGES + 1
 
 
 def pages_for(num_tokens: int, page_size: int = PAGE_SIZE) -> int:

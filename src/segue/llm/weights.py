@@ -56,6 +56,14 @@ def write_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
             )
         if targets[name].dtype.is_floating_point and not value.dtype.is_floating_point:
             raise ValueError(f"weight {name!r} is {targets[name].dtype}, and the new one {value.dtype}: nothing was changed")
+    held = {t.untyped_storage().data_ptr() for t in targets.values()}
+    given: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, value in weights.items():
+        first, other = given.setdefault(targets[name].data_ptr() or id(targets[name]), (name, value))
+        if other is not value and targets[first] is targets[name] and not torch.equal(other, value.to(other)):
+            raise ValueError(f"weights {first!r} and {name!r} are one tensor, and the new ones differ: nothing was changed")
     with torch.no_grad():
-        for name, value in weights.items():
+        # what is read from the model itself, as in a swap, must be read before anything is written
+        values = {n: v.clone() if v.untyped_storage().data_ptr() in held else v for n, v in weights.items()}
+        for name, value in values.items():
             targets[name].copy_(value)

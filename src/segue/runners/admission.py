@@ -25,7 +25,7 @@ from segue.errors import CaptureError, HostReadError, SegueError
 from segue.graph import Call, Recording, Trace, calling
 from segue.graph.audit import Audit
 from segue.graph.breaks import around_bodies
-from segue.graph.bridge import External
+from segue.graph.bridge import Argument, External
 from segue.graph.effects import BodyEffects, HostState, hooks
 from segue.graph.guard import interruption
 from segue.graph.lease import Outputs, as_returned
@@ -57,6 +57,9 @@ class Admission:
 CHANGED_ARGUMENT = (
     "the call changes an argument beyond its data: what a container holds, or a tensor's shape, flags or attributes"
 )
+
+
+_LEAVE_PATH = "torch.backends.mha.set_fastpath_enabled(False) makes eager leave it too"
 
 
 class _Refused(Exception):
@@ -98,6 +101,12 @@ def admit(
             output = function(*args, **kwargs)
         detail = f"what it reaches cannot be read: {type(error).__name__}: {error}"
         return Admission(output, reason=Reason.CAPTURE_FAILED, detail=detail, error=error), None
+    fast = _fast_path(reach) if static.device.type == "cpu" else None
+    if fast is not None:
+        with calling(Call(args, kwargs)):
+            output = function(*args, **kwargs)
+        detail = f"a {fast} takes a path on the cpu device that torch leaves while it is watched"
+        return Admission(output, reason=Reason.CAPTURE_FAILED, detail=f"{detail}: {_LEAVE_PATH}"), None
     if not is_live and (static.overlaps or _are_held(search, scan.tensors)):
         with calling(Call(args, kwargs)):
             output = function(*args, **kwargs)
@@ -135,6 +144,10 @@ def admit(
             )
             raise _Refused(Reason.UNSAFE_EFFECTS, detail)
         _check(trace, static, scan, backend.lane, written)
+        returns_argument = any(isinstance(leaf, Argument) for note in trace.breaks for leaf in note.output.leaves)
+        if returns_argument and _are_held(search, scan.tensors):
+            detail = "a break returns state, and this call's argument is part of it: a later call is recorded"
+            raise _Refused(Reason.REBOUND, detail)
         _check_carriers(carriers)
         _check_world(trace, reach, scan, starts)
         for name, changed in bodies.changed.items():
@@ -357,6 +370,13 @@ def keeps_arguments(scan: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return True
     leaves, structure = flatten((args, kwargs))
     return structure == scan.structure and all(a is b for a, b in zip(leaves, scan.leaves, strict=True))
+
+
+def _fast_path(reach: Reach) -> str | None:
+    """A layer with a fast path (nested tensors, fused layers) that it takes in eval mode, and not under a function mode."""
+    kinds = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+    found = (type(m).__name__ for m in reach.modules if isinstance(m, kinds) and not m.training)
+    return next(found, None) if torch.backends.mha.get_fastpath_enabled() else None
 
 
 def _are_held(search: Callable[..., Reach], tensors: list[torch.Tensor]) -> bool:

@@ -24,7 +24,7 @@ from segue.graph.audit import Audit
 from segue.graph.lease import Cut, Outputs
 from segue.graph.tree import Spec, unflatten
 from segue.observe.decision import GraphRecord, Reason
-from segue.runners.call_key import Alias, Scan, dense_strides, extent, facts, layout, stride_order, without_overlap
+from segue.runners.call_key import Alias, Scan, dense_strides, extent, facts, grown_strides, layout, without_overlap
 from segue.runners.call_padding import Padded
 
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -143,11 +143,11 @@ class StaticCall:
 
 
 def _buffer(live: torch.Tensor, grown: tuple[int, ...] | None) -> torch.Tensor:
-    """Memory that lies as a live tensor does, or, where that is padded, as it would without gaps."""
+    """Memory that lies as a live tensor does, or as that would if it were as large as its padding makes it."""
     if grown is not None:
-        size, stride = grown, dense_strides(grown, False if live.is_contiguous() else stride_order(live))
+        size, stride = grown, grown_strides(live, grown)
     else:
-        size, stride = tuple(live.shape), live.stride() if layout(live) else dense_strides(live.shape, False)
+        size, stride = tuple(live.shape), live.stride() if layout(live) else dense_strides(live.shape)
     return torch.empty_strided(size, stride, dtype=live.dtype, device=live.device)
 
 

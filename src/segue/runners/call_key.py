@@ -165,10 +165,36 @@ def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], -sizes[d])))
 
 
-def dense_strides(size: Sequence[int], order: Any) -> tuple[int, ...]:
-    """Strides of a tensor without gaps whose dimensions lie in `order`; False for the ordinary order."""
+def gaps(tensor: torch.Tensor) -> tuple[bool, ...]:
+    """Before which dimensions' next elements memory is left out; an alias and a copy of a tensor differ by that."""
+    return tuple([s > d for s, d in zip(tensor.stride(), _tight_strides(tensor))])
+
+
+def _tight_strides(tensor: torch.Tensor) -> list[int]:
+    """The least stride of each dimension, given those further in; of single ones their own."""
+    found, step = list(tensor.stride()), 1
+    for dim in reversed(stride_order(tensor)):
+        if tensor.shape[dim] > 1:
+            found[dim] = step
+            step = tensor.stride(dim) * tensor.shape[dim]
+    return found
+
+
+def grown_strides(tensor: torch.Tensor, size: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a larger tensor that lies as `tensor` does: in its order, with its gaps."""
+    if tensor.is_contiguous():
+        return dense_strides(size)
+    strides, step, tight = [0] * len(size), 1, _tight_strides(tensor)
+    for dim in reversed(stride_order(tensor)):
+        strides[dim] = step + max(tensor.stride(dim) - tight[dim], 0)
+        step = strides[dim] * max(size[dim], 1)
+    return tuple(strides)
+
+
+def dense_strides(size: Sequence[int]) -> tuple[int, ...]:
+    """Strides in the ordinary order, without gaps."""
     strides, step = [0] * len(size), 1
-    for dim in reversed(range(len(size)) if order is False else order):
+    for dim in reversed(range(len(size))):
         strides[dim] = step
         step *= max(size[dim], 1)
     return tuple(strides)

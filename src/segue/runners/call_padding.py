@@ -18,7 +18,7 @@ import torch
 from segue.errors import ConfigError
 from segue.graph.tree import flatten
 from segue.observe.decision import Reason
-from segue.runners.call_key import Scan, stride_order
+from segue.runners.call_key import Scan, gaps, stride_order
 from segue.shapes import ladder as ladders
 from segue.shapes.key import ShapeKey
 
@@ -74,7 +74,8 @@ class Padding:
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Padded | Reason:
         """The padded shapes of a call whose tensors, in order of the arguments, are `tensors`."""
         owners = self._owners(args, kwargs)
-        sizes: dict[str, AxisSize] = {}
+        sizes: dict[tuple[str, int], AxisSize] = {}
+        live: dict[str, int] = {}
         shapes: list[tuple[int, ...] | None] = [None] * len(tensors)
         fills: list[Any] = [0] * len(tensors)
         for index, (name, tensor) in enumerate(zip(owners, tensors, strict=True)):
@@ -87,9 +88,10 @@ class Padding:
             rung = ladders.round_up(tuple(pad.ladder), real) if real else None
             if rung is None:
                 return Reason.NO_RUNG
-            axis = sizes.setdefault(pad.axis or name, AxisSize(pad.dim, real, rung))
-            if axis.real != real:
+            axis = pad.axis or name
+            if live.setdefault(axis, real) != real:
                 return Reason.NOT_UNIFORM
+            sizes[axis, pad.dim] = AxisSize(pad.dim, real, rung)
             shapes[index] = (*tensor.shape[: pad.dim], rung, *tensor.shape[pad.dim + 1 :])
             fills[index] = (pad.dim, pad.fill)
         found = tuple(dict.fromkeys(sizes.values()))
@@ -140,8 +142,9 @@ def parameter_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], tupl
 
 def cut(tensor: torch.Tensor, axes: Iterable[AxisSize]) -> torch.Tensor:
     """The live rows of a padded tensor: a view."""
+    shape = tensor.shape  # as it was recorded: a live size may be another axis' rung
     for axis in axes:
-        if axis.real != axis.rung and axis.dim < tensor.dim() and tensor.shape[axis.dim] == axis.rung:
+        if axis.real != axis.rung and axis.dim < len(shape) and shape[axis.dim] == axis.rung:
             tensor = tensor.narrow(axis.dim, 0, axis.real)
     return tensor
 
@@ -152,7 +155,7 @@ def padded_key(call: Scan, padded: Padded) -> Any:
     replaced = list(parts)
     for tensor, place, shape in zip(call.tensors, call.places, padded.shapes, strict=True):
         if shape is not None:
-            order = False if tensor.is_contiguous() else stride_order(tensor)
+            order = False if tensor.is_contiguous() else (stride_order(tensor), gaps(tensor))
             replaced[place] = (shape, tensor.dtype, order, "padded")
     return structure, tuple(replaced), alias, device, modes
 

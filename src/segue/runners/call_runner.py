@@ -398,8 +398,10 @@ def _as_one_break(function: Callable[..., Any], name: str) -> Callable[..., Any]
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    forward.__qualname__, forward.__module__ = name, ""  # no library's: what its closure holds is searched
-    return eager_on_graph(forward)
+    forward.__qualname__ = name
+    marked = eager_on_graph(forward)
+    forward.__wrapped__ = function  # type: ignore[attr-defined]  # now: the mark took the parameters as they are
+    return marked
 
 
 def _without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -407,5 +409,5 @@ def _without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             return function(*args, **kwargs)
 
-    run.__module__ = ""
+    run.__wrapped__ = function  # type: ignore[attr-defined]
     return run

@@ -25,9 +25,9 @@ MAX_BYTES = 256 << 20
 
 def unverifiable(graph: CallGraph) -> str:
     """Why a recording's replays cannot be verified; empty where they can."""
-    unnamed = [b.mark.name for b in graph.breaks if not b.mark.writes and not b.is_bare]
+    unnamed = [b.mark.name for b in graph.breaks if not b.tells_writes and not b.is_bare]
     if unnamed:
-        return f"what the break {unnamed[0]} writes is unknown: name it in @segue.eager_on_graph(writes=...)"
+        return f"what the break {unnamed[0]} writes is unknown: name tensors in @segue.eager_on_graph(writes=...)"
     nbytes = sum(t.untyped_storage().nbytes() for t in graph.outside_written.values())
     if nbytes > MAX_BYTES:
         return f"it writes {nbytes} bytes of state, more than {MAX_BYTES}"

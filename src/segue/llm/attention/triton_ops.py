@@ -19,6 +19,7 @@ from segue.llm.attention.triton_kernels import decode_kernel, extend_kernel, wri
 from segue.llm.kernels.launch import Launch
 
 NO_WINDOW = 1 << 30
+_NOTHING = nullcontext()
 MAX_SPLITS = 64
 _LOG2_E = 1.4426950408889634
 PROGRAMS_PER_PROCESSOR = 2
@@ -121,14 +122,11 @@ def prepared_extend(
     device, held = q.device.index, (q, k, v, *others)
 
     def run(held: tuple[Any, ...] = held) -> None:
-        if current_device() == device:
+        with _NOTHING if current_device() == device else torch.cuda.device(device):
             for launch in launches:
                 launch()
-        else:
-            with torch.cuda.device(device):
-                run()
 
-    return run
+    return run  # a function that called itself would keep the cache until the garbage collector runs
 
 
 def _extend_launches(
