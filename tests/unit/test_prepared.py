@@ -254,3 +254,23 @@ def test_what_is_prepared_may_wait_for_a_thread_that_makes_the_same_call(lane: L
             x = torch.randn(2, device=lane.device.device)
             assert torch.equal(step(x), x * 2 + 1)
     assert all(torch.equal(y, torch.full((2,), 3.0, device=lane.device.device)) for y in found)
+
+
+def test_what_the_body_wrote_is_written_back_however_the_prepared_writes(lane: Lane) -> None:
+    """A kernel that is launched without torch raises no version counter."""
+
+    @segue.eager_on_graph(prepare=lambda y: lambda: y.data.add_(1))
+    def body(y: torch.Tensor) -> None:
+        y.add_(1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        body(x)
+        return x * 2
+
+    step = segue.graph(function)
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(3, device=lane.device.device)
+            before = x.clone()
+            assert torch.equal(step(x), (before + 1) * 2) and torch.equal(x, before + 1)
+    assert step.report().replays == 4

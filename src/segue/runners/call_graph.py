@@ -198,6 +198,7 @@ class CallGraph:
         self._counted = [t for t in recording.counted if storage_handle(t) not in buffers]
         self.difference = recording.difference
         self.breaks = recording.breaks
+        self._are_prepared = any(b.mark.prepare is not None for b in recording.breaks)
         self._replay = graph.replay
         self._watched = self._ranges(outside | {storage_handle(t): t for t in beyond if t.layout is torch.strided})
         self._exact = self.outputs.needs_strides
@@ -255,7 +256,10 @@ class CallGraph:
             if self._counted:
                 increment_version(self._counted)
             changed = {i for i, v in zip(static.distinct, before, strict=True) if counters[i]._version != v}
-            self._write_back(sorted(changed.union(self.written)), tensors)
+            written = sorted(changed.union(self.written))
+            if self._are_prepared:  # what a body wrote, what is called in its place writes too, and may count nothing
+                self.written = written
+            self._write_back(written, tensors)
 
     def _write_back(self, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
