@@ -9,9 +9,9 @@ released only when nothing that follows can change it:
 - A run of U+FFFD at the end may be the beginning of a character: it is held back until a later token settles it.
 - Text that may be the beginning of a stop string is held back until it is one, or cannot be one any more.
 
-The pieces joined are the decode of all ids, cut before the first stop string. (But where tokens stand for single bytes and the
-text ends inside a character: a run of them decodes as one, to U+FFFD throughout, and whole characters of it are out by then.) Clean-up of spaces, which some old
-tokenizers apply on top, is off: it changes what was said.
+The pieces joined are the decode of all ids, cut before the first stop string. (Where tokens stand for single bytes, a run of
+them that ends inside a character decodes to U+FFFD throughout; whole characters of it are out by then.) Clean-up of
+spaces, which some old tokenizers apply on top, is off: it changes what was said.
 """
 
 from __future__ import annotations
