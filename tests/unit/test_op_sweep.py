@@ -190,7 +190,7 @@ def _same_leaf(a: Any, b: Any, *, is_close: bool) -> bool:
 
 
 def _judge_refusal(tally: Tally, name: str, error: CaptureError) -> None:
-    what = "sparse" if "sparse tensor" in str(error) else error.operation
+    what = "sparse" if "sparse or nested tensor" in str(error) else error.operation
     tally.refused[f"{type(error).__name__} {what}"] += 1
     if what not in REFUSED[type(error)]:
         tally.wrong.append(f"{name}: refused: {error}")

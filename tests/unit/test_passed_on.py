@@ -4,6 +4,7 @@ first come at a replay, and settings that a pass makes for itself. The plain fun
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -420,3 +421,110 @@ def test_layers_with_a_fast_path_answer_from_it_on_the_cpu() -> None:
             x = torch.randn(2, 5, 8)
             same(step(x, src_key_padding_mask=padding), encoder(x, src_key_padding_mask=padding))
     assert "set_fastpath_enabled" in str(step.report())
+
+
+# -- decorators and patches -------------------------------------------------------------------------------------------
+
+
+def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+SCALE: Any = 2.0
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+@functools.singledispatch
+def _dispatched(x: Any) -> Any:
+    raise TypeError
+
+
+@_dispatched.register(torch.Tensor)
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+class _Method(torch.nn.Module):
+    @_timed
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * SCALE
+
+
+@functools.wraps(torch.nn.Linear.forward)
+def _as_if_torchs(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE
+
+
+DECORATED: dict[str, Callable[[], Any]] = {
+    "plain": lambda: _scaled,
+    "of torch's": lambda: torch.no_grad()(_scaled),
+    "of one's own": lambda: _timed(_scaled),
+    "both": lambda: torch.no_grad()(_timed(_scaled)),
+    "a method": _Method,
+    "named like one of torch's": lambda: _as_if_torchs,
+}
+
+
+@pytest.mark.parametrize("value", [7.0, torch.full((2,), 7.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("kind", DECORATED)
+def test_what_a_decorated_function_names_is_followed(kind: str, value: Any) -> None:
+    global SCALE
+    SCALE = 2.0 if isinstance(value, float) else torch.full((2,), 2.0)
+    step = segue.graph(DECORATED[kind]())
+    with torch.no_grad():
+        for i in range(7):
+            if i == 3:
+                SCALE = value
+            same(step(torch.ones(2)), torch.ones(2) * SCALE)
+    assert step.report().replays >= 2
+
+
+def test_weights_behind_a_dispatched_function_are_followed() -> None:
+    global SCALE
+    SCALE = torch.full((2,), 2.0)
+    step = segue.graph(_dispatched)
+    with torch.no_grad():
+        for i in range(7):
+            if i == 3:
+                SCALE = torch.full((2,), 7.0)
+            same(step(torch.ones(2)), torch.ones(2) * SCALE)
+    assert step.report().replays >= 2
+
+
+def test_a_patched_forward_that_poses_as_torchs_is_followed() -> None:
+    linear = torch.nn.Linear(4, 4, bias=False)
+    inner, scale = linear.forward, torch.ones(4)
+
+    @functools.wraps(inner)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) + x * scale
+
+    linear.forward = forward  # type: ignore[method-assign]
+    model = torch.nn.Sequential(linear)
+    step = segue.graph(model)
+    with torch.no_grad():
+        for i in range(7):
+            if i == 3:
+                scale = torch.full((4,), 10.0)
+            x = torch.randn(2, 4)
+            same(step(x), model(x))
+    assert step.report().replays >= 2
+
+
+def test_padded_grey_images_keep_their_order_in_memory() -> None:
+    conv = torch.nn.Conv2d(1, 3, 3)
+    step = segue.graph(conv, pad={"input": segue.Pad(ladder=[11])})
+    with torch.no_grad():
+        for at in range(8):
+            x = torch.randn(3, 6, 6, 1).permute(0, 3, 1, 2) if at % 2 else torch.randn(3, 1, 6, 6)
+            expected, got = conv(x), step(x)
+            assert got.stride() == expected.stride()
+            torch.testing.assert_close(got, expected)
+    assert step.report().replays

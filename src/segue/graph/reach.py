@@ -211,17 +211,19 @@ class Reach:
     def _visit_function(self, function: FunctionType, depth: int, parent: int | None) -> None:
         if depth > _MAX_CODE_DEPTH:
             return
-        # where it was written: a library's decorator takes its function's module
-        if is_marked(function) or is_library(function.__module__) or is_library(function.__globals__.get("__name__")):
+        # where it was written: what `functools.wraps` made says it is from where the wrapped one is
+        if is_marked(function) or is_library(function.__globals__.get("__name__", function.__module__)):
             if self._follows_breaks or not is_marked(function):
                 self._follow(getattr(function, "__wrapped__", None), depth, parent, "")
+                self._follow(vars(function).get("registry"), depth, parent, "")  # of functools.singledispatch
             return
+        self._follow(getattr(function, "__wrapped__", None), depth, parent, function.__name__)  # before its cell leads there
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if cell != _EMPTY_CELL:
                 self._link(Cell(cell), None, cell.cell_contents, depth, parent, name)
         found = _names(function.__code__)
         self._visit_names(function.__globals__, found.globals, found.all, depth, parent, "")
-        for part in (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None)):
+        for part in (function.__defaults__, function.__kwdefaults__):
             self._follow(part, depth, parent, function.__name__)
 
     def _visit_names(

@@ -80,9 +80,9 @@ class IncrementalDetokenizer:
 
     def _move_window(self) -> None:
         """All of the window's text is certain: keep its newest group of tokens as context for what follows."""
-        self._window = self._window[self._num_context :]
-        self._num_context = len(self._window)
-        self._settled_length = len(self._decode(self._window))
+        window = self._window[self._num_context :]
+        settled_length = len(self._decode(window))  # which may raise: then nothing has changed
+        self._window, self._num_context, self._settled_length = window, len(window), settled_length
 
     def _release(self, new: str, *, is_final: bool) -> str:
         text = self._held + new

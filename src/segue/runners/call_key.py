@@ -182,7 +182,7 @@ def _tight_strides(tensor: torch.Tensor) -> list[int]:
 
 def grown_strides(tensor: torch.Tensor, size: Sequence[int]) -> tuple[int, ...]:
     """Strides of a larger tensor that lies as `tensor` does: in its order, with its gaps."""
-    if tensor.is_contiguous():
+    if not layout(tensor):
         return dense_strides(size)
     strides, step, tight = [0] * len(size), 1, _tight_strides(tensor)
     for dim in reversed(stride_order(tensor)):

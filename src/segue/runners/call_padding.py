@@ -18,7 +18,7 @@ import torch
 from segue.errors import ConfigError
 from segue.graph.tree import flatten
 from segue.observe.decision import Reason
-from segue.runners.call_key import Scan, gaps, stride_order
+from segue.runners.call_key import Scan, gaps, layout, stride_order
 from segue.shapes import ladder as ladders
 from segue.shapes.key import ShapeKey
 
@@ -155,7 +155,8 @@ def padded_key(call: Scan, padded: Padded) -> Any:
     replaced = list(parts)
     for tensor, place, shape in zip(call.tensors, call.places, padded.shapes, strict=True):
         if shape is not None:
-            order = False if tensor.is_contiguous() else (stride_order(tensor), gaps(tensor))
+            lying = layout(tensor)
+            order = lying and (stride_order(tensor), gaps(tensor), lying[-1])
             replaced[place] = (shape, tensor.dtype, order, "padded")
     return structure, tuple(replaced), alias, device, modes
 
