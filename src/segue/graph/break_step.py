@@ -61,39 +61,38 @@ class Break:
     @property
     def tells_writes(self) -> bool:
         """Whether its mark says what the body writes, by names of tensors: what an object holds is not known."""
-        names = self.mark.writes
-        try:
-            bound = inspect.signature(self.mark.function).bind(*self._args, **self._kwargs).arguments
-        except (TypeError, ValueError):
-            return bool(names)
-        leaves = flatten([bound.get(name) for name in names])[0]
-        return bool(names) and all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
+        named = self._named()
+        leaves = [] if named is None else flatten([named.get(name) for name in self.mark.writes])[0]
+        return bool(self.mark.writes) and all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
 
     @property
     def written(self) -> list[torch.Tensor]:
         """Those of them that its mark says the body writes; all, where a name there tells no argument of this call."""
         names = self.mark.writes
-        if not names:
-            return []
-        try:
-            bound = inspect.signature(self.mark.function).bind(*self._args, **self._kwargs).arguments
-        except (TypeError, ValueError):
+        named = self._named() if names else {}
+        if named is None or not names <= named.keys():
             return self.tensors
-        return tensors([flatten(bound[name])[0] for name in names]) if names <= bound.keys() else self.tensors
+        return tensors([flatten(named[name])[0] for name in names])
+
+    def _named(self) -> dict[str, Any] | None:
+        """The arguments by parameter; None where the signature cannot be read."""
+        try:
+            return inspect.signature(self.mark.function).bind(*self._args, **self._kwargs).arguments
+        except (TypeError, ValueError):
+            return None
 
     def replay(self) -> None:
-        if self._prepared is not None:
-            if lane_holder.get() is None:
-                self._prepared()
-            else:
-                with running_body():
-                    self._prepared()
-            return
-        if lane_holder.get() is None:
-            result = self._function(*self._args, **self._kwargs)
+        if lane_holder.get() is None:  # as in an engine: nobody waits
+            self._run()
         else:
             with running_body():
-                result = self._function(*self._args, **self._kwargs)
+                self._run()
+
+    def _run(self) -> None:
+        if self._prepared is not None:
+            self._prepared()
+            return
+        result = self._function(*self._args, **self._kwargs)
         self._deliver(result)
         if self._prepare is not None:
             prepared = self._prepare(*self._args, **self._kwargs) if result is self._out or self._out is None else None

@@ -14,39 +14,43 @@ from segue.graph.bridge import is_alias_unseen
 from segue.graph.modes import SETTINGS, kernel_settings
 
 
+def _refused(text: str, at: Operation | Mark, location: Location | None) -> CaptureError:
+    return CaptureError(text, operation=at.name, location=describe_line(location))
+
+
 def set_inside(op: Operation, location: Location | None, settings: tuple[Any, ...]) -> CaptureError:
     changed = [n for n, a, b in zip(SETTINGS, settings, kernel_settings(), strict=True) if a != b]
-    return CaptureError(
+    return _refused(
         f"{op.name} runs under {' and '.join(changed)} that the pass has set ({describe_line(location)}): a recording on "
         "the cpu device runs under the caller's. Set it outside, or inside an @segue.eager_on_graph function",
-        operation=op.name,
-        location=describe_line(location),
+        op,
+        location,
     )
 
 
 def quantized(op: Operation, location: Location | None) -> CaptureError:
-    return CaptureError(
+    return _refused(
         f"{op.name} makes a quantized tensor ({describe_line(location)}), which a recording on the cpu device cannot hold",
-        operation=op.name,
-        location=describe_line(location),
+        op,
+        location,
     )
 
 
 def caught(op: Operation, error: Exception, location: Location | None) -> CaptureError:
-    return CaptureError(
+    return _refused(
         f"{op.name} raised {type(error).__name__}, which the pass caught ({describe_line(location)}): in a recording on the "
         "cpu device nothing runs, so nothing is raised either",
-        operation=op.name,
-        location=describe_line(location),
+        op,
+        location,
     )
 
 
 def holds_itself(mark: Mark, location: Location | None) -> CaptureError:
-    return CaptureError(
+    return _refused(
         f"break {mark.name} takes or returns a container that holds itself, or is nested too deeply to be taken apart: "
         "pass its parts",
-        operation=mark.name,
-        location=describe_line(location),
+        mark,
+        location,
     )
 
 
@@ -84,4 +88,4 @@ def break_refusal(
         )
     else:
         return None
-    return CaptureError(f"break {mark.name} {text}", operation=mark.name, location=describe_line(location))
+    return _refused(f"break {mark.name} {text}", mark, location)

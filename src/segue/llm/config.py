@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,10 +98,15 @@ def check_pages(num_pages: int, held_bytes: int, facts: ModelFacts, device: torc
     """ConfigError where so many pages need more memory than is left, once `held_bytes` are given back."""
     left, need = available_bytes(device), num_pages * bytes_per_page(facts)
     if left is not None and need > left + held_bytes:
-        raise ConfigError(
-            f"num_pages is {num_pages}, which needs at least {need / 2**30:.1f} GiB for the cache, and "
-            f"{(left + held_bytes) / 2**30:.1f} GiB are left: set a smaller num_pages"
-        )
+        raise _too_much("num_pages", num_pages, need, left + held_bytes)
+
+
+def _too_much(name: str, value: Any, need: int, left: int) -> ConfigError:
+    return ConfigError(
+        f"{name} is {value}, which needs at least {need / 2**30:.1f} GiB for "
+        f"{'the cache' if name == 'num_pages' else 'one step'}, and {left / 2**30:.1f} GiB are left: "
+        f"set a smaller {name}" + (" or max_context" if name == "max_requests" else "")
+    )
 
 
 def _asked(config: EngineConfig, facts: ModelFacts, *, is_cpu: bool) -> tuple[int, int, int]:
@@ -159,11 +164,7 @@ def _check_memory(config: EngineConfig, sizes: Sizes, facts: ModelFacts, device:
     }
     for name, need in needs.items():
         if getattr(config, name) != "auto" and need > left:
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}, which needs at least {need / 2**30:.1f} GiB for "
-                f"{'the cache' if name == 'num_pages' else 'one step'}, and {left / 2**30:.1f} GiB are left: "
-                f"set a smaller {name}" + (" or max_context" if name == "max_requests" else "")
-            )
+            raise _too_much(name, getattr(config, name), need, left)
 
 
 def bytes_per_page(facts: ModelFacts) -> int:

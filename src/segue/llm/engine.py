@@ -62,8 +62,9 @@ class Engine(Lifecycle):
     runs in one batch with theirs.
 
     A step that raises (the model's own exception arrives unchanged) has changed nothing: every request stays where it
-    was, and the next step runs the same tokens again. Who called decides: `generate`, `stream` and `chat` end their own
-    requests and pass the exception on, and requests of other callers go on; after `step`, `abort` ends one.
+    was, and the next step runs the same tokens again. (What a tokenizer raises comes behind the step: its tokens are taken,
+    and a request that it fails has the text that could be made.) Who called decides: `generate`, `stream` and `chat` end
+    their own requests and pass the exception on, and requests of other callers go on; after `step`, `abort` ends one.
 
     Args:
         source: a checkpoint folder, a GGUF file, a hub id, or a transformers model in memory. A model in memory is
@@ -222,7 +223,7 @@ class Engine(Lifecycle):
         return encode(prompt, self.tokenizer, self.facts.vocab_size, self.sizes.max_context)
 
     def step(self) -> bool:
-        """Runs one batch; False where nothing is left to run. An exception leaves every request as it was."""
+        """Runs one batch; False where nothing is left to run. An exception of the model's leaves every request as it was."""
         return self._advance(runs_ahead=self.config.overlap is True)
 
     def _advance(self, *, runs_ahead: bool) -> bool:
