@@ -5,7 +5,8 @@
 
 *Fresh*: the break is torch's scaled_dot_product_attention, which makes its result, so each replay copies it to where the
 next segment reads. *Paged*: the break is attention over the pages of a KV cache, as an engine has it, which writes there.
-Every length is a rung of its own, one request; rounds interleave.
+Every length is a rung of its own, one request; rounds interleave. *One at a time* waits for each step, as a server that
+answers one request at a time does; *behind one another* waits after ten. Each arm runs untimed for `--settle` seconds first.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def record(lane: Lane, backend: str, tokens: int, forward: Callable[[], torch.Te
     return recorded
 
 
-def measure(model: LeanLlama, device: torch.device, tokens: int, attend: Attend, rounds: int) -> dict[str, Any]:
+def measure(
+    model: LeanLlama, device: torch.device, tokens: int, attend: Attend, options: argparse.Namespace
+) -> dict[str, Any]:
     def forward() -> torch.Tensor:
         return model.forward(tokens, attend)
 
@@ -75,17 +78,22 @@ def measure(model: LeanLlama, device: torch.device, tokens: int, attend: Attend,
         expected = forward().clone()
         is_equal = {name: bool(torch.equal(graph.replay(), expected)) for name, graph in recorded.items() for _ in range(3)}
         calls: dict[str, Callable[[], object]] = {"eager": forward} | {n: graph.replay for n, graph in recorded.items()}
-        timed = interleaved(calls, device, rounds=rounds, calls=10)
+        timed = {
+            name: interleaved(calls, device, rounds=options.rounds, calls=10, settle=options.settle, waits=waits)
+            for name, waits in (("one at a time", True), ("behind one another", False))
+        }
     for graph in recorded.values():
         graph.close()
     lane.close()
-    return {"seconds": {name: sample._asdict() for name, sample in timed.items()}, "equal to eager": is_equal}
+    seconds = {way: {name: sample._asdict() for name, sample in samples.items()} for way, samples in timed.items()}
+    return {"seconds": seconds, "equal to eager": is_equal}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a 2-layer model on the cpu")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--settle", type=float, default=0.0, metavar="S", help="untimed seconds before each timing (0)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the medians with their spread")
     options = parser.parse_args()
@@ -100,13 +108,16 @@ def main() -> None:
         for kind in ("fresh", "paged"):
             for tokens in lengths:
                 attend = attention if kind == "fresh" else Paged(shape, device, tokens).attend
-                result = measure(model, device, tokens, attend, options.rounds)
+                result = measure(model, device, tokens, attend, options)
                 found.append({"break": kind, "tokens": tokens} | result)
-                eager, full, broken = (1e3 * result["seconds"][n]["median"] for n in ("eager", "full", "breakable"))
                 is_equal = all(result["equal to eager"].values())
-                rows.append([kind, tokens, eager, full, broken, full / broken, "yes" if is_equal else "NO"])
-                progress(f"{kind}, {tokens} tokens: full {full:.3f} ms, breakable {broken:.3f} ms")
-    print(table(["break", "tokens", "eager ms", "full ms", "breakable ms", "full / breakable", "bits of eager"], rows))
+                for way, seconds in result["seconds"].items():
+                    eager, full, broken = (1e3 * seconds[name]["median"] for name in ("eager", "full", "breakable"))
+                    rows.append([kind, tokens, way, eager, full, broken, full / broken, "yes" if is_equal else "NO"])
+                    progress(f"{kind}, {tokens} tokens, {way}: full {full:.3f} ms, breakable {broken:.3f} ms")
+    print(
+        table(["break", "tokens", "steps", "eager ms", "full ms", "breakable ms", "full / breakable", "bits of eager"], rows)
+    )
     if options.json:
         options.json.write_text(json.dumps({"machine": describe_machine(device), "rows": found}, indent=1) + "\n", "utf-8")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,14 +70,14 @@ def batch_of(engine: Engine, kind: str) -> HostBatch:
 
 def poisoned(host: HostBatch, runner: BatchRunner, key: ShapeKey) -> HostBatch:
     """`host` padded to `key`, with the worst in every place that no live row may read."""
-    table = host.tensors.block_table
+    table = host.arrays.block_table
     padded = pad_host(host, key.tokens, runner.slots(key.tokens), pages_for(runner.limits.max_context))
-    ids, tables = padded.tensors.input_ids.clone(), torch.full_like(padded.tensors.block_table, POISON_PAGE)
+    ids, tables = padded.arrays.input_ids.copy(), np.full_like(padded.arrays.block_table, POISON_PAGE)
     ids[host.num_tokens :] = SPARE
     for row, length in enumerate(host.seq_lens):
         used = pages_for(length)
         tables[row, :used] = table[row, :used]
-    return replace(padded, tensors=padded.tensors._replace(input_ids=ids, block_table=tables))
+    return replace(padded, arrays=padded.arrays._replace(input_ids=ids, block_table=tables))
 
 
 def fill_cache(engine: Engine) -> None:

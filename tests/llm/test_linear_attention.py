@@ -105,9 +105,9 @@ def test_a_recurrence_over_a_padded_batch_visits_the_real_rows_alone(prefill: st
             key = runner.decide(host).key
             assert key is not None
             padded = pad_host(host, key.tokens, runner.slots(key.tokens), pages_for(64))
-            ids = padded.tensors.input_ids.clone()
+            ids = padded.arrays.input_ids.copy()
             ids[host.num_tokens :] = SPARE
-            poisoned = replace(padded, tensors=padded.tensors._replace(input_ids=ids))
+            poisoned = replace(padded, arrays=padded.arrays._replace(input_ids=ids))
             handle = model.model.layers[1].mlp.register_forward_hook(
                 lambda module, args, result: seen.append((args[0][0].clone(), result[0].clone()))
             )

@@ -8,7 +8,8 @@ while the copy of the one before may still be on its way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,11 +23,11 @@ _ALIGNMENT = 16
 
 
 class _Layout(NamedTuple):
-    """The places of one size: `views` on the device, and as many on each host side; `nbytes` is copied."""
+    """The places of one size: `views` of `used`, the front of the device's buffer, and arrays on each host side."""
 
-    nbytes: int
+    used: torch.Tensor
     views: dict[str, torch.Tensor]
-    hosts: tuple[dict[str, torch.Tensor], ...]
+    sides: list[tuple[torch.Tensor, dict[str, Any]]]
 
 
 class PackedInputs:
@@ -56,38 +57,25 @@ class PackedInputs:
         """What a recording of `tokens` tokens and `requests` request slots reads: the same tensors at every call."""
         return self._layout(tokens, requests).views
 
-    def load(self, sources: Mapping[str, torch.Tensor], tokens: int, requests: int) -> None:
-        """Writes a batch, padded to the captured size, and queues its one copy on the current stream.
-
-        Sources lie on the host and may be overwritten as soon as this returns. Raises `InputError` naming the slot where
-        one is missing or has another dtype or shape than the captured size; then nothing is copied.
-        """
+    @contextmanager
+    def loading(self, tokens: int, requests: int) -> Iterator[dict[str, Any]]:
+        """NumPy arrays of a captured size, for the block to write each of them whole; then their one copy to the device is
+        queued on the current stream. A block that raises queues nothing. On the host they are the views' own memory."""
         layout = self._layout(tokens, requests)
         if self._is_host:
-            self._fill(layout.views, sources)
+            yield layout.sides[0][1]
             return
-        turn = self._turn = 1 - self._turn
+        turn = 1 - self._turn
         event = self._copied[turn]
         if event is None:
             event = self._copied[turn] = torch.cuda.Event()
         else:
             event.synchronize()
-        self._fill(layout.hosts[turn], sources)
-        self._buffer[: layout.nbytes].copy_(self._hosts[turn][: layout.nbytes], non_blocking=True)
+        side, arrays = layout.sides[turn]
+        yield arrays
+        self._turn = turn
+        layout.used.copy_(side, non_blocking=True)
         event.record()
-
-    def _fill(self, views: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-        for name, view in views.items():
-            source = sources.get(name)
-            if source is None or source.dtype != view.dtype or source.shape != view.shape:
-                got = "missing" if source is None else f"{source.dtype} of shape {tuple(source.shape)}"
-                raise InputError(
-                    f"slot {name}: its source is {got}; expected {view.dtype} of shape {tuple(view.shape)} "
-                    "(nothing casts, nothing broadcasts)"
-                )
-        with torch.no_grad():
-            for name, view in views.items():
-                view.copy_(sources[name])
 
     def _layout(self, tokens: int, requests: int) -> _Layout:
         found = self._layouts.get((tokens, requests))
@@ -97,11 +85,13 @@ class PackedInputs:
                     raise InputError(f"{name} is {size}; the static inputs hold 1 to {most}")
             places, nbytes = self._place(tokens, requests)
             with torch.inference_mode(False), torch.no_grad():
-                views, *hosts = ({n: _typed(b, *p) for n, p in places.items()} for b in (self._buffer, *self._hosts))
+                used, *sides = (buffer[:nbytes] for buffer in (self._buffer, *self._hosts))
+                views = {name: _typed(used, *place) for name, place in places.items()}
+                arrays = [{n: _typed(side, *place).numpy() for n, place in places.items()} for side in sides or [used]]
             for name, view in views.items():
                 if self.slots[name].axis is not None:
                     mark_varying(view, 0)
-            found = self._layouts[tokens, requests] = _Layout(nbytes, views, tuple(hosts))
+            found = self._layouts[tokens, requests] = _Layout(used, views, list(zip(sides or [used], arrays)))
         return found
 
     def _place(self, tokens: int, requests: int) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int, ...]]], int]:

@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from segue.llm.sampler import SamplerInputs, SamplerMode, SamplerState, draw, has_penalty, integers_of, numbers_of
@@ -44,20 +45,17 @@ class StepSampling(NamedTuple):
     numbers: torch.Tensor
     integers: torch.Tensor
 
-    def padded(self, rows: int) -> StepSampling:
-        """With rows that take their likeliest token, up to `rows`."""
-        more = idle(rows - self.numbers.shape[0])
-        numbers, integers = torch.cat([self.numbers, more.numbers]), torch.cat([self.integers, more.integers])
-        return StepSampling(self.variant, numbers, integers)
-
     def first(self, rows: int) -> StepSampling:
         return StepSampling(self.variant, self.numbers[:rows], self.integers[:rows])
 
 
-def idle(rows: int) -> StepSampling:
-    """Rows that take their likeliest token, for padding and for steps without sampling."""
-    numbers = torch.tensor(_IDLE_NUMBERS, dtype=torch.float32).repeat(rows, 1)
-    return StepSampling("", numbers, torch.tensor(_IDLE_INTEGERS, dtype=torch.int64).repeat(rows, 1))
+def pad_into(numbers: np.ndarray, integers: np.ndarray, sampling: StepSampling | None) -> None:
+    """Writes what a step's rows ask for; rows that ask for nothing take their likeliest token."""
+    real = 0
+    if sampling is not None:
+        real = len(sampling.numbers)
+        numbers[:real], integers[:real] = sampling.numbers.numpy(), sampling.integers.numpy()
+    numbers[real:], integers[real:] = _IDLE_NUMBERS, _IDLE_INTEGERS
 
 
 def variant_of(states: Sequence[SamplerState]) -> str | None:

@@ -29,5 +29,5 @@ class BoundBatch(NamedTuple):
     def load(self, batch: ForwardBatch) -> None:
         """Takes over `batch`, which has the same shape; queued on the current stream."""
         for mine, new in zip(self, BoundBatch.of(batch), strict=True):
-            if mine.data_ptr() != new.data_ptr():
+            if mine is not new and mine.data_ptr() != new.data_ptr():
                 mine.copy_(new)

@@ -101,7 +101,7 @@ class _Pages(NamedTuple):
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         starts[1:] = torch.cumsum(counts, dim=0)
         is_used = torch.arange(table.shape[1]) < counts[:, None]
-        return cls(host.tensors.query_start, starts, table[is_used], ((lengths - 1) % size + 1).to(torch.int32))
+        return cls(host.tensors.query_start.clone(), starts, table[is_used], ((lengths - 1) % size + 1).to(torch.int32))
 
     @classmethod
     def largest(cls, tokens: int, requests: int, size: int) -> _Pages:

@@ -1,6 +1,6 @@
 """What decode and prefill share: a batch of requests through the model, by way of static memory.
 
-All integers of a batch lie in one static buffer. A load pads the batch on the host (`pad_host` makes padded rows
+All integers of a batch lie in one static buffer. A load pads the batch on the host (`pad_into` makes padded rows
 harmless) and copies every field whole, in one copy, so no tail is ever left from an earlier batch.
 The attention then plans for the batch: a live plan where attention runs between segments or eagerly, a static one where
 it is recorded. The recording holds the model, the LM head for the last token of each request slot, and the choice of its
@@ -20,9 +20,10 @@ from segue.backends import Backend, Forward
 from segue.graph import Call, calling
 from segue.inputs import PackedInputs, Padding, Slot
 from segue.llm.attention import Attention, StaticPlan
-from segue.llm.batch import BatchTensors, ForwardBatch, HostBatch, dummy_batch, fill_ids, pad_host, to_device
+from segue.llm.batch import BatchArrays, BatchTensors, ForwardBatch, HostBatch, dummy_batch, fill_ids, pad_into, to_device
 from segue.llm.pages import pages_for
-from segue.llm.step_sampling import NUM_INTEGERS, NUM_NUMBERS, StepSampling, chosen, covering, idle
+from segue.llm.step_sampling import NUM_INTEGERS, NUM_NUMBERS, StepSampling, chosen, covering
+from segue.llm.step_sampling import pad_into as pad_sampling_into
 from segue.observe.decision import Decision
 from segue.runners import Live, Runner, Settings
 from segue.shapes.key import ShapeKey
@@ -87,7 +88,6 @@ class BatchRunner(Runner[HostBatch]):
         if limits.ladder:
             most = self.slots(limits.ladder[-1])
             self._inputs = PackedInputs(_slots(self._pages), self._device, limits.ladder[-1], most)
-            self._idle = idle(most)
 
     def slots(self, tokens: int) -> int:
         """Request slots of a recording of `tokens` tokens."""
@@ -190,10 +190,9 @@ class BatchRunner(Runner[HostBatch]):
     def _load(self, batch: HostBatch, key: ShapeKey) -> Call:
         assert self._inputs is not None
         slots = self.slots(key.tokens)
-        host = pad_host(batch, key.tokens, slots, self._pages)
-        drawn = self._idle.first(slots) if host.sampling is None else host.sampling
-        sources = host.tensors._asdict() | {"sample_numbers": drawn.numbers, "sample_integers": drawn.integers}
-        self._inputs.load(sources, key.tokens, slots)
+        with self._inputs.loading(key.tokens, slots) as held:
+            host = pad_into(BatchArrays(*[held[name] for name in BatchArrays._fields]), batch)
+            pad_sampling_into(held["sample_numbers"], held["sample_integers"], batch.sampling)
         fill_ids(self._inputs.view(key.tokens, slots)["input_ids"], host)
         return Call(batch=self._static_batch(key, host))
 
@@ -208,7 +207,7 @@ class BatchRunner(Runner[HostBatch]):
         batch = self._bare_batch(key, host)
         if self.backend.is_segmented and not self._attention.static_serves_breaks:
             return batch.planned(self._attention.plan_live(batch, key))
-        shape = replace(key, variant="")  # variants differ behind the attention
+        shape = replace(key, variant="") if key.variant else key  # variants differ behind the attention
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plans[shape] = self._attention.static_plan(shape)
@@ -223,7 +222,7 @@ class BatchRunner(Runner[HostBatch]):
 
 
 def _slots(pages: int) -> list[Slot]:
-    """Every source brings the whole rung, padded on the host, so no policy has a tail to treat."""
+    """Each is written whole, padded on the host, so no policy has a tail to treat."""
     whole = Padding.FOREACH_COPY
     return [
         Slot("input_ids", "tokens", torch.int32, whole),
