@@ -77,6 +77,11 @@ class DeviceGraph(Protocol):
 
     def replay(self) -> None: ...
 
+    def primer(self, *, is_first: bool) -> Callable[[], None] | None:
+        """What to call before a replay to make it faster; None where nothing does. `is_first`: of its recording's steps, the
+        others follow a break."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -135,6 +135,9 @@ class CpuGraph:
             for call, args, kwargs in self._steps:
                 call(*args, **kwargs)
 
+    def primer(self, *, is_first: bool) -> None:
+        return None
+
     def close(self) -> None:
         self._steps = []
         if self._is_open:

@@ -20,13 +20,12 @@ import gc
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from segue._compat import (
-    CaptureProbe,
     current_raw_stream,
     pool_snapshot,
     routing_to_pool,
@@ -34,6 +33,7 @@ from segue._compat import (
     without_modes,
 )
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, PoolState, ShapeMemo
+from segue.device.driver import PRIME_BEHIND_FROM, PRIME_FROM, CaptureProbe, primer
 from segue.device.operations import Operation
 from segue.device.streams import StreamPool
 from segue.device.watch import OperationMode, describe_line, error_line, user_line
@@ -192,6 +192,7 @@ class CudaPool:
         self.id: Any = torch.cuda.graph_pool_handle()
         self._anchor: torch.cuda.CUDAGraph | None = _tiny_graph(device, stream, self.id)
         self._num_graphs = 0
+        self.primer = primer(device.index)
 
     @property
     def num_graphs(self) -> int:
@@ -239,6 +240,12 @@ class CudaGraph:
         self._is_open = True
         self.nodes: int | None = nodes
         self.replay = graph.replay  # the hot path: no frame of ours in between
+
+    def primer(self, *, is_first: bool) -> Callable[[], None] | None:
+        primer = self._pool.primer
+        if primer is None or (self.nodes or 0) < (PRIME_FROM if is_first else PRIME_BEHIND_FROM):
+            return None
+        return primer.first if is_first else primer.behind
 
     def close(self) -> None:
         if self._is_open:

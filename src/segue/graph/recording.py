@@ -88,9 +88,12 @@ class Recording:
         """where work was recorded that no torch operation launched, if that was looked for: what it reads is not known"""
         self.operations: dict[int, OperationNote] = {}
         """by step, where each operation was recorded as a segment of its own"""
-        self._calls = [step.replay for step in steps]
-        if wants_ranges():
-            self._calls = [ranged(_step_name(at, step), step.replay) for at, step in enumerate(steps)]
+        self._calls: list[Callable[[], None]] = []
+        for at, step in enumerate(steps):
+            prime = None if isinstance(step, Break) else step.primer(is_first=at == 0)
+            if prime is not None:
+                self._calls.append(prime)
+            self._calls.append(ranged(_step_name(at, step), step.replay) if wants_ranges() else step.replay)
 
     @property
     def segments(self) -> list[DeviceGraph]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from segue._compat import kernel_launch, kernel_parameters
+from segue.device.driver import kernel_launch, kernel_parameters
 
 _ALIGNMENT = 16  # bytes that Triton specialises addresses on
 _TYPES: dict[str, Any] = {"*": c_void_p, "i32": c_int32, "i64": c_int64, "fp32": c_float}
