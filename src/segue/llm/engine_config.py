@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 # Beyond these no machine has the memory, and it is a slip. A slot of the cache (16 a page) is numbered by 31 bits.
 MOST_TOKENS = 1 << 20
 """of one prefill step"""
+MOST_CONTEXT = 1 << 24
 _BOUNDS = {
     "chunk_size": (1, MOST_TOKENS),
     "max_requests": (1, 1 << 16),
-    "max_context": (2, 1 << 24),
+    "max_context": (2, MOST_CONTEXT),
     "num_pages": (3, 1 << 27),
 }
 

@@ -120,6 +120,8 @@ def _resolve_device(device: torch.device | str) -> torch.device:
 
 def _locate(source: str | Path) -> Path | str:
     """A checkpoint folder (a GGUF file's conversion), or a hub id."""
+    if not str(source).strip():
+        raise ConfigError("the model's name is empty; give a checkpoint folder, a GGUF file or a hub id")
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix == ".gguf":

@@ -26,6 +26,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", default="auto", metavar="NAME", help="which code runs a mixture's experts")
 
 
+def check_context(asked: int | None) -> None:
+    """Raises UsageError for a `--context` that no engine has room for."""
+    from segue.llm.engine_config import MOST_CONTEXT
+
+    if asked is not None and not 1 <= asked <= MOST_CONTEXT // 2:
+        raise UsageError(f"--context is {asked}; it must be from 1 to {MOST_CONTEXT // 2}")
+
+
 def add_png_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help="draw the figures as well (needs matplotlib)")
 

@@ -8,6 +8,7 @@ from typing import Any
 from segue.cli.bench.common import (
     add_model_arguments,
     add_png_argument,
+    check_context,
     check_results,
     describe_machine,
     make_model,
@@ -15,7 +16,7 @@ from segue.cli.bench.common import (
     write_results,
 )
 from segue.cli.output import import_torch, note
-from segue.cli.usage import UsageError, usage
+from segue.cli.usage import usage
 from segue.observe.report import format_table
 from segue.observe.speed_plot import draw_decode
 
@@ -34,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     check_results(options)
     asked = sizes_of(options.batches, "batches")
-    if options.context is not None and options.context < 1:
-        raise UsageError("--context must be at least 1")
     import_torch()
+    check_context(options.context)
     from segue.config import GraphConfig, PhaseConfig
     from segue.llm import Engine, EngineConfig
     from segue.llm.bench.decode import measure_compiled, measure_decode

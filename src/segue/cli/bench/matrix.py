@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from segue.cli.bench.common import add_model_arguments, describe_machine, make_model, sizes_of
+from segue.cli.bench.common import add_model_arguments, check_context, describe_machine, make_model, sizes_of
 from segue.cli.output import check_writable, import_torch, write_json
 from segue.cli.usage import UsageError, usage
 from segue.observe.report import format_bytes, format_table
@@ -26,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     asked = {phase: sizes_of(getattr(options, phase), phase) for phase in ("decode", "prefill")}
-    if (options.context is not None and options.context < 1) or (options.calls is not None and options.calls < 1):
-        raise UsageError("--context and --calls must be at least 1")
+    if options.calls is not None and options.calls < 1:
+        raise UsageError("--calls must be at least 1")
     import_torch()
+    check_context(options.context)
     from segue.llm.bench.matrix import ARMS, measure_matrix
     from segue.llm.config import torch_device
 
