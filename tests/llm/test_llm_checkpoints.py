@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -160,17 +162,22 @@ def test_a_gguf_file_gives_the_logits_of_what_it_was_made_from(gguf_file: tuple[
     assert loaded.facts.eos_token_ids == {2}
 
 
-@pytest.mark.parametrize("damage", ["model.safetensors", "config.json", "tokenizer.json", "truncated"])
+@pytest.mark.parametrize(
+    "damage", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json", "truncated", "emptied"]
+)
 def test_a_damaged_conversion_is_made_anew(gguf_file: tuple[Path, Any], damage: str) -> None:
     file, _ = gguf_file
     folder = checkpoints.convert_gguf(file)
     weights = (folder / "model.safetensors").read_bytes()
     if damage == "truncated":
         (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    elif damage == "emptied":
+        (folder / "generation_config.json").write_bytes(b"")
     else:
         (folder / damage).unlink()
     assert load_model(file, device="cpu").tokenizer is not None
     assert (folder / "model.safetensors").read_bytes() == weights
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
 def test_a_damaged_conversion_that_is_named_itself_says_what_to_remove(gguf_file: tuple[Path, Any]) -> None:
@@ -208,6 +215,26 @@ def test_a_damaged_gguf_file_is_named(gguf_file: tuple[Path, Any]) -> None:
     file, _ = gguf_file
     file.write_bytes(file.read_bytes()[:3000])
     with pytest.raises(ConfigError, match=r"cannot convert .*tiny\.gguf"):
+        load_model(file, device="cpu")
+
+
+def test_a_gguf_file_that_counts_fewer_layers_than_it_has_is_refused(gguf_file: tuple[Path, Any]) -> None:
+    file, _ = gguf_file
+    content = file.read_bytes()
+    at = content.index(b"llama.block_count") + len("llama.block_count") + 4
+    assert content[at : at + 4] == struct.pack("<I", 2)
+    file.write_bytes(content[:at] + struct.pack("<I", 1) + content[at + 4 :])
+    with pytest.raises(ConfigError, match="it has 2 layers, and its block_count says 1"):
+        load_model(file, device="cpu")
+    assert [path.name for path in cache_folder().iterdir() if not path.name.endswith(".lock")] == []
+
+
+@pytest.mark.parametrize("at", [8, 16])
+def test_a_gguf_file_whose_header_counts_beyond_all_bounds_is_damaged(gguf_file: tuple[Path, Any], at: int) -> None:
+    file, _ = gguf_file
+    content = file.read_bytes()
+    file.write_bytes(content[:at] + struct.pack("<Q", 2**60) + content[at + 8 :])
+    with pytest.raises(ConfigError, match=r"cannot convert .*tiny\.gguf.*the file is damaged"):
         load_model(file, device="cpu")
 
 

@@ -184,7 +184,7 @@ def is_whole(folder: Path) -> bool:
         is_config = "model_type" in json.loads((folder / "config.json").read_text())
         with safe_open(folder / "model.safetensors", framework="pt"):
             pass
-        for name in ("tokenizer.json", "tokenizer_config.json"):
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             json.loads((folder / name).read_text())
     except (OSError, ValueError, TypeError, SafetensorError):
         return False
@@ -231,9 +231,9 @@ def _write_converted(file: Path, folder: Path) -> None:
             _write_generation_config(config, folder)
             _repair_tokenizer(tokenizer, file)
             tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
     except Exception as error:  # gguf and transformers raise anything on a file that they do not understand
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         number = re.search(r"\(os error (\d+)\)", str(error))  # safetensors and tokenizers write in Rust
         if number is not None:
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
@@ -254,6 +254,7 @@ def _write_weights(file: Path, config: Any, folder: Path) -> str:
         model = AutoModelForCausalLM.from_config(config)
     tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     tied = set(model.all_tied_weights_keys)
+    _check_layers(file, config)
     missing = sorted(set(model.state_dict()) - set(tensors) - tied)
     if missing:
         raise ValueError(f"it lacks {len(missing)} tensors of the architecture, the first of them {missing[0]}")
@@ -262,6 +263,17 @@ def _write_weights(file: Path, config: Any, folder: Path) -> str:
     config.dtype = torch.float16
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return type(model).__name__
+
+
+def _check_layers(file: Path, config: Any) -> None:
+    """Layers beyond those that the header counts would be left out without a word."""
+    from gguf import GGUFReader
+
+    found = (re.match(r"blk\.(\d+)\.", tensor.name) for tensor in GGUFReader(file).tensors)
+    count = 1 + max((int(match[1]) for match in found if match is not None), default=-1)
+    counted = config.get_text_config().num_hidden_layers
+    if count > counted:
+        raise ValueError(f"it has {count} layers, and its block_count says {counted}")
 
 
 def _write_generation_config(config: Any, folder: Path) -> None:
