@@ -45,12 +45,18 @@ def prompt_ids(prompt: object) -> list[int]:
         if isinstance(prompt, (set, frozenset, Mapping)):  # without an order that means something
             raise TypeError
         items = list(prompt)  # type: ignore[call-overload]
-        if any(isinstance(item, bool) for item in items):
+        if not all(map(_is_id, items)):
             raise TypeError
         return [operator.index(i) for i in items]
     except TypeError:
         kind = f"{prompt.dtype} {type(prompt).__name__}" if hasattr(prompt, "dtype") else type(prompt).__name__
+        if isinstance(prompt, (list, tuple)):
+            kind += f" of {type(next(i for i in prompt if not _is_id(i))).__name__}"
         raise TypeError(f"a prompt is text or a sequence of token ids (integers), not {kind}") from None
+
+
+def _is_id(item: object) -> bool:
+    return hasattr(item, "__index__") and not isinstance(item, bool)
 
 
 def many_prompts(prompts: object) -> list[Any]:

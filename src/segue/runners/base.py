@@ -136,8 +136,11 @@ class Runner(ABC, Generic[B]):
         key, reason = self.store.table.lookup((self.phase,), *live, max_padding=most)
         if key is None:
             if self.store.why:
-                absent, _ = self.store.absent.lookup((self.phase,), *live, max_padding=most)
-                reason = reason if absent is None else self.store.why[absent]
+                absent, why_not = self.store.absent.lookup((self.phase,), *live, max_padding=most)
+                if absent is not None:
+                    reason = self.store.why[absent]
+                elif not len(self.store):
+                    reason = why_not  # of shapes that are not there either none would do
             return Decision(None, "disabled", reason, live.tokens, live.tokens)
         if self.lane.borrowed_bytes:
             return Decision(None, "disabled", Reason.BORROWED, live.tokens, live.tokens)
