@@ -13,7 +13,7 @@ import torch
 
 from segue.errors import SegueError
 from segue.llm.facts import attention_facts
-from segue.llm.load import ATTENTION, load_model
+from segue.llm.load import load_model
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -54,7 +54,7 @@ def test_a_folder_gives_the_facts_and_the_logits_of_transformers(tiny_checkpoint
     assert (facts.num_layers, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (2, 4, 2, 8)
     assert (facts.hidden_size, facts.vocab_size, facts.max_context) == (32, 64, 128)
     assert facts.eos_token_ids == {2, 3} and facts.dtype == torch.float32 and facts.layer_windows == (None, None)
-    assert loaded.tokenizer is None and loaded.model.config._attn_implementation == ATTENTION
+    assert loaded.tokenizer is None and loaded.model.config._attn_implementation == "sdpa"
     assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.testing.assert_close(logits(loaded.model, [1, 5, 9, 33]), logits(oracle, [1, 5, 9, 33]))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from segue._compat import without_autocast
 from segue.backends import make_backend
 from segue.config import PhaseFacts, ResolvedConfig, resolve
 from segue.errors import SegueError
@@ -25,7 +26,7 @@ from segue.llm.attention import choose_attention, needs_of, register
 from segue.llm.batch import ForwardBatch, RequestRows, build_batch
 from segue.llm.config import recording_device, torch_device
 from segue.llm.engine_config import EngineConfig
-from segue.llm.fuse import FusionReport, fuse, unfuse
+from segue.llm.fuse import unfuse
 from segue.llm.interrupts import uninterrupted
 from segue.llm.lifecycle import Lifecycle
 from segue.llm.load import load_model
@@ -68,7 +69,8 @@ class Engine(Lifecycle):
 
     Args:
         source: a checkpoint folder, a GGUF file, a hub id, or a transformers model in memory. A model in memory is
-            changed, and stays so: moved to the device, put into eval mode, its attention and its experts replaced.
+            changed, and stays so: moved to the device, put into eval mode, its experts replaced. Called outside an engine it
+            answers as before.
         config: see `EngineConfig`.
         tokenizer: overrides the source's.
         progress: told before each step of the start-up's capture.
@@ -99,7 +101,6 @@ class Engine(Lifecycle):
         loaded = load_model(source, device=device, dtype=self.config.dtype, tokenizer=tokenizer, experts=self.config.experts)
         self.facts, self.experts = loaded.facts, loaded.experts
         self.tokenizer = loaded.tokenizer
-        self.fusion: FusionReport | None = None
         self._model = loaded.model
         self._prepare_model()
         self.attention = choose_attention(self.config.attention, needs_of(loaded.facts), device)
@@ -159,11 +160,6 @@ class Engine(Lifecycle):
                 lends=resolved.lend_pool,
             ),
         )
-
-    def _prepare_model(self) -> None:
-        if self.config.fuse is True or (self.config.fuse == "auto" and self.device.kind == "cuda"):
-            longest = self.facts.max_context if self.config.max_context == "auto" else self.config.max_context
-            self.fusion = fuse(self._model, self.facts, min(longest, self.facts.max_context))
 
     @property
     def runners(self) -> tuple[BatchRunner, ...]:
@@ -274,7 +270,7 @@ class Engine(Lifecycle):
                 rows = [RequestRows((0,), request.num_cached + 1, request.pages) for request in requests]
             ahead = int(device_ids is not None)
             sampling = step_sampling(requests, variant or "", self.facts.vocab_size, ahead=ahead)
-            with torch.inference_mode():
+            with torch.inference_mode(), without_autocast():
                 host = replace(build_batch(rows), device_ids=device_ids, sampling=sampling)
                 output: StepOutput = runner.execute(host)
                 if variant is not None:
@@ -305,6 +301,7 @@ class Engine(Lifecycle):
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; what it generated so far is its output. False where no such request is alive."""
+        check_type("request_id", request_id, str)
         with uninterrupted(), self._lock:
             if not self._scheduler.abort(request_id):
                 return False
@@ -458,6 +455,7 @@ class Engine(Lifecycle):
             if self._is_closed:
                 return
             self._is_closed = True
+            self._leave_model()
             self._discard(list(self._live))
             for runner in self.runners:
                 runner.close()
@@ -465,6 +463,7 @@ class Engine(Lifecycle):
             self.cache.close()
 
     def __enter__(self) -> Engine:
+        self._check_not_closed()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from segue._compat import without_autocast
 from segue.errors import ConfigError
 from segue.graph import Call, calling
 from segue.llm.batch import dummy_batch, to_device
@@ -143,7 +144,7 @@ def attention_facts(model: PreTrainedModel) -> tuple[LayerFacts, ...]:
         model.set_attn_implementation(PROBE_ATTENTION)
         zero = torch.zeros(1, dtype=torch.int64, device=model.device)
         call = Call(batch=to_device(dummy_batch(1, 1), model.device))  # a model's breaks may read current().batch
-        with torch.inference_mode(), calling(call):
+        with torch.inference_mode(), without_autocast(), calling(call):
             model(input_ids=zero[None], position_ids=zero[None], use_cache=False, logits_to_keep=zero)
     except Exception as error:
         if _is_of_user(error):

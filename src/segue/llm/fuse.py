@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from segue._compat import without_autocast
 from segue.graph import Call, calling, current, is_calling
 from segue.llm.attention import LayerSpec, Plan, make_attention
 from segue.llm.batch import RequestRows, build_batch, to_device
@@ -109,7 +110,7 @@ def fuse(model: nn.Module, facts: ModelFacts, max_positions: int) -> FusionRepor
     report = FusionReport()
     layers = next((list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == facts.num_layers), [])
     plan, call = _check_call(model, facts)
-    with torch.inference_mode(), calling(call):
+    with torch.inference_mode(), without_autocast(), calling(call):
         seen = _watch(model, plan)
         norms = {m: n for m in model.modules() if (n := Norm.of(m)) and _is_checked("norm", m, n, seen, report)}
         for module, norm in norms.items():
@@ -233,6 +234,10 @@ def unfuse(model: nn.Module) -> None:
             own = own.segue_original
         if own is not None:
             vars(module)["forward"] = own
+
+
+def is_fused(model: nn.Module) -> bool:
+    return any(hasattr(vars(module).get("forward"), "segue_original") for module in model.modules())
 
 
 def _fuse_rotary(module: Any, max_positions: int, seen: _Seen, report: FusionReport) -> None:

@@ -12,12 +12,14 @@ the first request.
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from segue._compat import without_autocast
 from segue.config import ResolvedConfig
 from segue.device import Device, MemoryReading
 from segue.errors import CaptureOutOfMemory, SegueError
@@ -27,6 +29,7 @@ from segue.llm.attention import AttentionChoice
 from segue.llm.config import Sizes, bytes_per_page, check_pages, resized, settle_sizes, used_fraction
 from segue.llm.engine_config import EngineConfig
 from segue.llm.facts import ModelFacts
+from segue.llm.fuse import FusionReport, fuse, is_fused
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import MIN_PAGES, PagePool
 from segue.llm.readback import Readback
@@ -40,6 +43,8 @@ from segue.memory.ledger import Ledger, ledger_of
 from segue.memory.sizes import parse_bytes
 from segue.observe.decision import Decisions
 from segue.runners import CaptureReport, Progress, capture_all
+
+_open_engines: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
 class Lifecycle(ABC):
@@ -61,6 +66,9 @@ class Lifecycle(ABC):
     _lock: threading.RLock
 
     def __init__(self) -> None:
+        self.fusion: FusionReport | None = None
+        """what of the model is fused; None where nothing was tried"""
+        self._fused_at: WeightAddresses | None = None
         self.estimate: Estimate | None = None
         """what start-up measured before it sized the cache; None where the size was given, and on cpu"""
         self.capture_reports: dict[str, CaptureReport] = {}
@@ -89,10 +97,6 @@ class Lifecycle(ABC):
         """For the cache, the lane and the sizes as they are now."""
 
     @abstractmethod
-    def _prepare_model(self) -> None:
-        """Fuses what is fused, from the weights as they are now."""
-
-    @abstractmethod
     def _check_not_closed(self) -> None: ...
 
     @abstractmethod
@@ -101,6 +105,30 @@ class Lifecycle(ABC):
 
     @abstractmethod
     def _land(self) -> None: ...
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def _prepare_model(self) -> None:
+        """Fuses what is fused, from the weights as they are now. A model that several engines run is fused for all of them,
+        once one of them wants it, by whoever first sees that it must be; the others find that done."""
+        sharing = [engine for engine in _open_engines if engine is not self and engine._model is self._model]
+        done = next((engine for engine in sharing if engine._fused_at is not None and engine._fused_at.hold()), None)
+        wants = self.config.fuse is True or (self.config.fuse == "auto" and self.device.kind == "cuda")
+        if done is not None:
+            self.fusion = done.fusion
+        elif wants or is_fused(self._model):
+            self.fusion = fuse(self._model, self.facts, max(engine._longest for engine in (self, *sharing)))
+            self._fused_at = WeightAddresses(self._model)
+        _open_engines.add(self)
+
+    @property
+    def _longest(self) -> int:
+        asked = self.config.max_context
+        return self.facts.max_context if asked == "auto" else min(asked, self.facts.max_context)
+
+    def _leave_model(self) -> None:
+        _open_engines.discard(self)
+        self._fused_at = None
 
     # -- start-up ------------------------------------------------------------------------------------------------------
 
@@ -203,7 +231,7 @@ class Lifecycle(ABC):
             CaptureNotAllowed: it was done before.
             CaptureError: a shape failed, and its phase is configured to raise; the guards stay open.
         """
-        with self._lock, torch.inference_mode():
+        with self._lock, torch.inference_mode(), without_autocast():
             self._check_open()
             before = self.device.memory()
             self.capture_reports |= capture_all(self.runners, self._budget, progress)
@@ -233,12 +261,12 @@ class Lifecycle(ABC):
                 raise SegueError(self._in_flight("the cache cannot be resized"))
             PagePool(min(num_pages, MIN_PAGES))  # refuses what cannot be, before anything is given up
             check_pages(num_pages, self.cache.nbytes, self.facts, self.device.device)
-            sizes = self.sizes
+            kept = {name: vars(self)[name] for name in ("sizes", "_pages", "_scheduler", "_readback")}
             try:
                 self._resize(num_pages)
                 self._recapture(progress)
             except BaseException:
-                self.sizes = sizes
+                vars(self).update(kept)
                 self._fall_asleep()
                 raise
 

@@ -4,8 +4,8 @@ Whatever goes wrong with a checkpoint ends in one line that says what to do. Wha
 at here: files that the index names and that are not there, damaged safetensors, weights that are missing (transformers
 fills them with random numbers and warns). Code from a checkpoint is never run and pickled weights are never read.
 
-The model's attention is set to `ATTENTION`, which `segue.llm.attention` registers with transformers and which must be
-registered before `load_model` is called.
+Inside an engine's calls the model attends by `ATTENTION`, which `segue.llm.attention` registers with transformers and which
+must be registered before `load_model` is called (`attention_switch`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from segue.cache import cache_folder
 from segue.errors import ConfigError
+from segue.llm.attention_switch import ATTENTION, switch_attention
 from segue.llm.checkpoints import convert_gguf, default_model, in_hub_cache, require_extra
 from segue.llm.experts import guard_experts
 from segue.llm.facts import ModelFacts, attention_facts, check_supported, model_facts
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ATTENTION", "LoadedModel", "ModelFacts", "cache_folder", "default_model", "load_model"]
 
-ATTENTION = "segue"
 _log = logging.getLogger("segue")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -60,7 +60,7 @@ def load_model(
     """Load a checkpoint folder, a GGUF file or a hub id, or take a model that is in memory.
 
     `device` "auto" is CUDA where there is one. `dtype` "auto" is the checkpoint's on CUDA, float32 on CPU; a model in
-    memory keeps its own. That model is changed: moved, put into eval mode, and its attention replaced. `tokenizer`
+    memory keeps its own. That model is changed: moved, put into eval mode, and by Segue's attention in engines. `tokenizer`
     overrides the source's; `experts` is one of `moe.EXPERTS`. Raises ConfigError where the source cannot be loaded or run,
     MissingExtraError without transformers.
     """
@@ -107,7 +107,7 @@ def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, e
     chosen = choose_experts(model, experts, capability)
     layers = attention_facts(model)
     guard_experts(model)
-    model.set_attn_implementation(ATTENTION)
+    switch_attention(model)
     facts = model_facts(model, layers, _eos_token_ids(model, tokenizer))
     return LoadedModel(model, tokenizer, model.config, facts, chosen)
 
@@ -256,7 +256,6 @@ def _load_weights(location: Path | str, config: Any, dtype: torch.dtype | Litera
             location,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION,
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # they are refused below, by name; transformers refers to its report

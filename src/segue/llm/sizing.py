@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from segue._compat import without_autocast
 from segue.device import Device, MemoryReading
 from segue.errors import ConfigError
 from segue.llm.batch import dummy_batch, to_device
@@ -49,7 +50,7 @@ def measure(runners: Sequence[BatchRunner], sizes: Sizes, vocab_size: int, lane:
     """
     device = lane.device
     devices = [device.device] if device.kind == "cuda" else []
-    with torch.inference_mode(), torch.random.fork_rng(devices):
+    with torch.inference_mode(), without_autocast(), torch.random.fork_rng(devices):
         peak = max((_eager_peak(runner, sizes, device) for runner in runners), default=0)
         static_bytes = sum(_static_bytes(runner, device) for runner in runners)
         families = []

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from segue.graph import current, eager_on_graph, is_calling
+from segue.graph import current, eager_on_graph
 from segue.llm.attention.base import Attention, LayerSpec, Needs, Plan, StaticPlan
 from segue.llm.attention.selection import ATTENTIONS, AttentionChoice, choose_attention, make_attention, needs_of
-from segue.llm.attention.torch_sdpa import attend, causal_mask
+from segue.llm.attention_switch import ATTENTION
 from segue.llm.checkpoints import require_extra
-from segue.llm.load import ATTENTION
 
 __all__ = [
     "ATTENTIONS",
@@ -75,14 +74,8 @@ def _from_transformers(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' convention: ``[1, heads, T, dim]`` in, ``[1, T, heads, dim]`` out. A model that is called outside an
-    engine gets causal attention over its sequences, so that it still answers as itself."""
+    """transformers' convention: ``[1, heads, T, dim]`` in, ``[1, T, heads, dim]`` out."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
-    if not is_calling():
-        length = query.shape[2]
-        mask = causal_mask(0, length, length, sliding_window, query.device)
-        spec = LayerSpec(layer, scale, sliding_window, softcap)
-        return attend(query, key, value, mask, spec, s_aux).transpose(1, 2), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return paged_attention(q, k, v, layer, scale, sliding_window, softcap, s_aux)[None], None
