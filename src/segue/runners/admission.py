@@ -36,8 +36,10 @@ from segue.graph.tree import Spec, flatten
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
 from segue.runners.call_graph import CallGraph, StaticCall
+from segue.runners.call_held import Asking, Held
 from segue.runners.call_key import Scan, facts, inconstant
 from segue.runners.call_padding import Padded, cut
+from segue.runners.call_store import Entry
 from segue.shapes.key import ShapeKey
 
 
@@ -72,7 +74,7 @@ def admit(
     function: Callable[..., Any],
     origin: Callable[..., Any],
     backend: Backend,
-    key: ShapeKey,
+    entry: Entry,
     scan: Scan,
     padded: Padded | None,
     args: tuple[Any, ...],
@@ -89,10 +91,7 @@ def admit(
     """
     static = StaticCall(scan, padded)
     is_live = static.is_like(scan.tensors)
-    carriers = [leaf for leaf in scan.leaves if not isinstance(leaf, torch.Tensor)]
-    carriers += scan.structure.objects if isinstance(scan.structure, Spec) else ()
-    root = function if is_marked(function) else origin
-    search = functools.partial(Reach, root, carriers, follows_breaks=not backend.is_segmented)
+    search = functools.partial(_searching(function, origin, scan), follows_breaks=not backend.is_segmented)
     try:
         reach = search()
         before = HostState(reach)
@@ -148,7 +147,7 @@ def admit(
         if returns_argument and _are_held(search, scan.tensors):
             detail = "a break returns state, and this call's argument is part of it: a later call is recorded"
             raise _Refused(Reason.REBOUND, detail)
-        _check_carriers(carriers)
+        _check_carriers(_carriers(scan))
         _check_world(trace, reach, scan, starts)
         for name, changed in bodies.changed.items():
             detail = f"break {name} changes {_names(changed)}, which what follows it may read: return the new value instead"
@@ -158,17 +157,37 @@ def admit(
             raise _Refused(Reason.UNSAFE_EFFECTS, f"{detail}: change it inside the break, or pass the value to it")
     if admission.reason is not None:
         return admission, None
-    for tensor in inputs:
-        trace.externals.pop(storage_handle(tensor), None)
+    handles = set(map(storage_handle, inputs))
+    for handle in handles:
+        trace.externals.pop(handle, None)
+    asking = None if entry.base is None else Asking(handles, output)
 
     def complete() -> None:
         with _refusing(admission):
             live = Call(args, kwargs)
             lasting = [None if leaf is None else leaf() for leaf in returned]
-            parts = function, search, backend, key, static, trace, written, touched, admission, live
-            admission.graph = _capture(*parts, lasting)
+            parts = function, search, backend, entry.shape, static, trace, written, touched, admission, live
+            admission.graph = _capture(*parts, lasting, asking)
 
     return admission, complete
+
+
+def held_by(function: Callable[..., Any], origin: Callable[..., Any], scan: Scan) -> Held | None:
+    """The tensors that the callable, bodies of breaks and plain arguments reach; None where they cannot be read."""
+    try:
+        return Held(_searching(function, origin, scan)(follows_breaks=True).tensors())
+    except Exception:  # a container of the user's
+        return None
+
+
+def _searching(function: Callable[..., Any], origin: Callable[..., Any], scan: Scan) -> Callable[..., Reach]:
+    return functools.partial(Reach, function if is_marked(function) else origin, _carriers(scan))
+
+
+def _carriers(scan: Scan) -> list[Any]:
+    """What of a call is no tensor and may lead to some."""
+    leaves = [leaf for leaf in scan.leaves if not isinstance(leaf, torch.Tensor)]
+    return [*leaves, *(scan.structure.objects if isinstance(scan.structure, Spec) else ())]
 
 
 @contextmanager
@@ -206,9 +225,10 @@ def _capture(
     admission: Admission,
     live: Call,
     lasting: list[Any],
+    asking: Asking | None,
 ) -> CallGraph:
     """`search` says what the callable reaches now; `touched` names what the trace changed in Python, `lasting` are its
-    results."""
+    results. `asking` is given where an argument is a tensor that the callable holds."""
     reach = search()
     if reach.opaque:
         raise _Refused(Reason.UNSAFE_EFFECTS, reach.opaque[0])
@@ -236,6 +256,9 @@ def _capture(
         if modes.changed:
             detail = "leaves a mode of torch changed, which a replay would not"
             raise _Refused(Reason.UNSAFE_EFFECTS, f"the run that is recorded {detail}")
+        if asking is not None and asking.shows_in(graph.recording, trace, static.buffers, reach):
+            detail = "an argument is a tensor that the callable holds, or part of one, and a copy of it is treated otherwise"
+            raise _Refused(Reason.ALIASED_INPUTS, f"{detail}: pass a copy (clone()) where that is not meant")
         if graph.recording.difference is not None:
             found = graph.recording.difference
             if interruption.get() is None:

@@ -22,6 +22,7 @@ from segue.backends.base import RecordingBackend
 from segue.device import get_device
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
+from segue.runners.admission import held_by
 from segue.runners.call_key import MOST_SPREAD, Scan, is_spread, overlaps_itself, scan
 from segue.runners.call_options import Options
 from segue.runners.call_padding import Padded, Padding, padded_key, shape_key
@@ -132,14 +133,33 @@ class CallDispatch:
             if entry is None:
                 if any([is_spread(t) for i, t in enumerate(call.tensors) if padded is None or padded.shapes[i] is None]):
                     return _eagerly(Reason.WIDE_GAPS, _WIDE_GAPS)
-                entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries))))
+                entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries)), key=key))
+            marks = None if entry.held is None else entry.held.marks(call.tensors)
+            if marks is not None:
+                entry = site.store.variant(entry, marks)
         except Exception as error:  # an argument cannot be compared with that of another call
             return _eagerly(Reason.UNHASHABLE_ARGUMENT, _text(error))
         if has_grad and entry.graph is None and self._has_trained_parameters():
             return _eagerly(Reason.AUTOGRAD, _AUTOGRAD)
-        if entry.graph is not None and padded is None:
+        if entry.graph is not None and padded is None and entry.base is None:
             self._shortcuts.learn(call, entry, site)
         return Found(call, padded, site, entry)
+
+    def settle(self, site: Site, entry: Entry, call: Scan, recorded: Callable[..., Any]) -> Entry:
+        """Before a recording of the call is made: the entry that it belongs to, now that it shows which tensors the callable
+        holds. Code of `recorded` may ask whether an argument is one of them."""
+        base = entry.base or entry
+        held = held_by(recorded, self.function, call)
+        if held is None:  # what it reaches cannot be read: nothing is recorded
+            return entry
+        base.held = held
+        marks = held.marks(call.tensors)
+        if marks is None:
+            return base
+        found = site.store.variant(base, marks)
+        if found is not entry:
+            found.seen, found.is_urgent = max(found.seen, entry.seen), found.is_urgent or entry.is_urgent
+        return found
 
     def refusal(self, found: Found) -> tuple[Reason, str] | None:
         """Why the call found would run eagerly now, or None where it would replay."""

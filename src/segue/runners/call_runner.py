@@ -217,6 +217,10 @@ class CallRunner:
                 if not is_due:
                     entry.reason, entry.detail = reason, detail
         if is_due:
+            settled = self.dispatch.settle(site, entry, call, self._recorded)
+            if settled is not entry:
+                again = settled.graph is not None
+                return self.call(args, kwargs) if again else self._cold(site, settled, call, padded, args, kwargs)
             with site.store.filling_caches():
                 admission = self._admit(site, entry, call, padded, args, kwargs)
             if admission is None:  # another thread recorded it
@@ -246,7 +250,7 @@ class CallRunner:
             lane.is_recording, lane.num_passed = True, 0
             try:
                 admission, complete = admit(
-                    self._recorded, self.dispatch.function, site.backend, entry.shape, call, padded, args, kwargs
+                    self._recorded, self.dispatch.function, site.backend, entry, call, padded, args, kwargs
                 )
                 entry.operations = max(admission.operations, 1)
                 if complete is not None and not is_later and not lane.num_passed:

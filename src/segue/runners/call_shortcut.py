@@ -3,7 +3,8 @@
 Taking a call apart and looking its key up costs some 10 microseconds. But most calls look like the one before, and torch
 can tell that in C++: `_compat.tensor_check` compares each argument's kind, dtype, device, sizes and strides. So the last
 few kinds of call that were replayed are tried first. A shortcut knows less than a key does and is never wrong: calls of
-plain positional tensors alone, that share no memory, in the same modes; all others are taken apart.
+plain positional tensors alone, that share no memory with each other or with what the callable holds, in the same modes; all
+others are taken apart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _EVERY = 64
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A kind of call that was replayed. `apart` are the latest addresses of arguments that were found to share no memory."""
+    """A kind of call that was replayed. `apart` are the latest addresses of arguments that were found to share no memory,
+    with each other or with what was `held`."""
 
     look_alike: Callable[..., bool]
     extents: tuple[int, ...]
@@ -34,18 +36,22 @@ class Known:
     entry: Entry
     site: Any
     apart: list[int]
+    held: Any
 
     def are_apart(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Whether no two share memory, of tensors that look alike."""
+        """Whether no two share memory, and none is held by the callable, of tensors that look alike."""
         addresses = list(map(_data_ptr, tensors))
-        if addresses == self.apart:
+        held = self.entry.held
+        if addresses == self.apart and held is self.held:
             return True
+        if held is None or not held.has_none_of(addresses):
+            return False
         end = 0
         for start, nbytes in sorted(zip(addresses, self.extents)):
             if start < end and nbytes:
                 return False
             end = start + nbytes
-        self.apart = addresses
+        self.held, self.apart = held, addresses
         return True
 
 
@@ -72,7 +78,7 @@ class Shortcuts:
                 and known.entry.graph is not None
                 and kernel_modes(known.device_type) == known.modes
             ):
-                return known if len(args) == 1 or known.are_apart(args) else None
+                return known if known.are_apart(args) else None
         return None
 
     def learn(self, scan: Scan, entry: Entry, site: Any) -> None:
@@ -84,8 +90,9 @@ class Shortcuts:
         if structure != len(scan.tensors) or alias is not None:
             return
         look_alike = tensor_check(scan.tensors)
-        if look_alike is not None:
-            new = Known(look_alike, tuple(map(extent, scan.tensors)), device.type, modes, entry, site, [])
+        extents = tuple(map(extent, scan.tensors))
+        if look_alike is not None and all(extents):  # where an empty one lies says nothing
+            new = Known(look_alike, extents, device.type, modes, entry, site, [], None)
             self._known = [new, *[k for k in self._known if k.entry is not entry][: _MOST - 1]]
 
     def forget(self) -> None:

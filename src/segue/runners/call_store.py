@@ -18,6 +18,7 @@ from typing import Any
 from segue.memory.lane import Lane
 from segue.observe.decision import Decision, Reason
 from segue.runners.call_graph import CallGraph
+from segue.runners.call_held import Held
 from segue.shapes.key import ShapeKey
 
 FIRST_RETRY = 64
@@ -54,6 +55,11 @@ class Entry:
     """the admission that another thread is to complete"""
     is_urgent: bool = False
     """the next recording is made by the call itself"""
+    key: Any = None
+    base: Entry | None = None
+    """the entry of calls that look the same, where of this one's an argument is a tensor that the callable holds"""
+    held: Held | None = None
+    """those tensors, once a recording was to be made; the base knows them"""
 
     def refuse(self, reason: Reason, detail: str) -> None:
         """Remembers why there is no recording, and for how many calls."""
@@ -124,6 +130,12 @@ class CallStore:
                 forgotten = self.entries.pop(old, None)
                 self.forgotten_replays += 0 if forgotten is None else forgotten.replays
         return self.entries.setdefault(key, entry)
+
+    def variant(self, base: Entry, marks: tuple[Any, ...]) -> Entry:
+        """The entry of calls that look as those of `base` do and have arguments that the callable holds."""
+        key = base.key, marks
+        found = self.entries.get(key)
+        return self.add(key, Entry(base.shape, key=key, base=base)) if found is None else found
 
     def note_cold(self, entry: Entry) -> None:
         """Counts a call that was not replayed; all counts age with these."""

@@ -83,6 +83,7 @@ class GraphedCallable:
             entry.hurry(self._dispatch.options.min_hits)
         report = CallCaptureReport(output=self(*args, **kwargs))
         report.decision = self.explain(*args, **kwargs)
+        entry = entry and self._dispatch.find(args, kwargs).entry
         if entry is not None and entry.graph is not None and entry.graph is not before:
             record = entry.graph.record
             report.records.append(record)

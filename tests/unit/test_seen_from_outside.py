@@ -1,0 +1,124 @@
+"""What a callable can tell of a call, or somebody else changes around it, without a trace in the arguments' values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import segue
+from call_support import eager_reasons, same
+
+NULL = torch.zeros(4)
+POOL = [torch.full((4,), float(n)) for n in range(3)]
+ONE, TWO = torch.ones(4), torch.full((4,), 2.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+# -- arguments that are tensors which the callable holds ----------------------------------------------------------------
+
+
+class Guided(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("null", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if c is self.null else self.linear(x) + c
+
+
+def is_global(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return x if c is NULL else x * 100 + c
+
+
+def is_in_pool(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return x - c if any(c is p for p in POOL) else x + c
+
+
+def begins_alike(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return x - c if c.data_ptr() == NULL.data_ptr() else x + c
+
+
+def is_a_view(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return x - c if c._base is NULL else x + c
+
+
+def takes_another(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return x + (ONE if c is NULL else TWO)  # the same operations
+
+
+def says_so(x: torch.Tensor, c: torch.Tensor) -> Any:
+    return x + c, c is NULL
+
+
+HELD: list[tuple[Callable[..., Any], Callable[[], torch.Tensor]]] = [
+    (is_global, lambda: NULL),
+    (is_in_pool, lambda: POOL[1]),
+    (begins_alike, lambda: NULL.detach()),
+    (is_a_view, lambda: NULL[:]),
+    (takes_another, lambda: NULL),
+    (says_so, lambda: NULL),
+]
+
+
+@pytest.mark.parametrize(("function", "held"), HELD, ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize("is_held_first", [False, True])
+def test_a_callable_may_ask_whether_an_argument_is_a_tensor_that_it_holds(
+    function: Callable[..., Any], held: Callable[[], torch.Tensor], is_held_first: bool
+) -> None:
+    step = segue.graph(function)
+    x = torch.arange(4.0)
+    for turn in range(6):
+        for is_held in (is_held_first, not is_held_first):
+            for _ in range(3 if turn < 2 else 1):
+                c = held() if is_held else torch.full((4,), 5.0)
+                same(step(x + turn, c), function(x + turn, c))
+    assert step.report().replays >= 8  # with arguments that are not held
+    assert eager_reasons(step)["aliased_inputs"]
+    assert "treated otherwise" in str(step.report())
+
+
+def test_a_call_that_looks_as_an_earlier_one_is_not_taken_for_it_where_an_argument_is_held() -> None:
+    model = Guided()
+    step = segue.graph(model)
+    x = torch.ones(1, 4)
+    for n in range(200):
+        c = model.null if n % 50 == 49 else torch.full((4,), float(n))
+        same(step(x, c), model(x, c))
+    one = segue.graph(lambda c: c - 1 if c is NULL else c + 1)
+    for _ in range(3):
+        same(one(torch.ones(4)), torch.full((4,), 2.0))
+    same(one(NULL), torch.full((4,), -1.0))
+
+
+def test_a_held_argument_that_is_not_asked_after_is_replayed() -> None:
+    model = Guided()
+    other = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    model.extra = other
+    step = segue.graph(model)
+    x = torch.ones(2, 4)
+    for n in range(5):
+        same(step(x, other), model(x, other))
+        other.add_(n)
+    assert step.report().replays == 3
+    model.extra = torch.nn.Parameter(torch.full((4,), 3.0), requires_grad=False)
+    for _ in range(5):
+        same(step(x, model.extra), model(x, model.extra))
+    same(step(x, model.null), model(x, model.null))
+    assert step.report().replays == 7
+
+
+def test_capturing_a_call_with_a_held_argument_reports_its_own_recording() -> None:
+    step = segue.graph(lambda x, c: x + c * NULL)
+    report = step.capture(torch.ones(4), NULL)
+    assert report.records and not report.failures
+    report = segue.graph(is_global).capture(torch.ones(4), NULL)
+    assert not report.records and "treated otherwise" in str(report.failures[0][1])
