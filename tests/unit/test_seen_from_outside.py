@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import segue
 from call_support import eager_reasons, same
@@ -122,3 +123,51 @@ def test_capturing_a_call_with_a_held_argument_reports_its_own_recording() -> No
     assert report.records and not report.failures
     report = segue.graph(is_global).capture(torch.ones(4), NULL)
     assert not report.records and "treated otherwise" in str(report.failures[0][1])
+
+
+# -- functions of torch's that others take the place of -----------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x)
+
+
+PATCHED: list[tuple[Callable[..., Any], Any, str, Callable[..., Any]]] = [
+    (Attention(), F, "scaled_dot_product_attention", lambda q, k, v: q * 100),
+    (lambda x: F.scaled_dot_product_attention(x, x, x), F, "scaled_dot_product_attention", lambda q, k, v: q * 100),
+    (lambda x: torch.sigmoid(x), torch, "sigmoid", lambda x: x * 3),
+    (lambda x: helper(x) + 1, F, "gelu", lambda x: x * ONE.sum()),
+    (lambda x: torch.cat([torch.nn.functional.pad(x, (1, 1)), F.pad(x, (1, 1))]), F, "pad", lambda x, size: x),
+]
+
+
+@pytest.mark.parametrize(("function", "module", "name", "other"), PATCHED, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_function_of_torchs_that_user_code_names_may_be_replaced(
+    function: Callable[..., Any], module: Any, name: str, other: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = segue.graph(function)
+    x = torch.randn(2, 4, 4)
+    for _ in range(4):
+        same(step(x), function(x))
+    assert step.report().replays == 2
+    monkeypatch.setattr(module, name, other)
+    for n in range(4):
+        same(step(x + n), function(x + n))
+    monkeypatch.undo()
+    for n in range(4):
+        same(step(x + n), function(x + n))
+    assert eager_reasons(step)["rebound"] == 2 and step.report().captures == 3
+
+
+def test_what_else_torchs_modules_come_to_hold_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = segue.graph(lambda x: torch.sigmoid(F.gelu(x)))
+    for n in range(6):
+        monkeypatch.setattr(F, "relu6", lambda x, n=n: x * n)
+        monkeypatch.setattr(torch, f"of_a_test_{n}", n, raising=False)
+        step(torch.ones(4))
+    assert step.report().replays == 4

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from segue._compat import storage_handle
-from segue.graph.reach import CODE, HOOKS, Reach
+from segue.graph.reach import CODE, HOOKS, Reach, is_of_torch
+from segue.graph.versions import dict_tag
 from segue.graph.words import Watch, is_plain
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -278,7 +279,9 @@ def _is_placed(tensor: torch.Tensor) -> bool:
 
 
 def _has_no_versions(container: Any) -> bool:
-    return isinstance(container, (list, deque)) or (isinstance(container, dict) and not is_plain(container))
+    if isinstance(container, dict):
+        return not is_plain(container) or (dict_tag() is None and is_of_torch(container))
+    return isinstance(container, (list, deque))
 
 
 def _outline(container: Any) -> Any:

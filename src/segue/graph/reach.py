@@ -4,8 +4,8 @@ Two readers. The *audit* (`graph.audit`) asks, before a replay, whether the tens
 they were. The *host state* (`graph.effects`) undoes what running the body once more for a capture changed.
 
 The search starts at the callable: a module's tree, the object of a method, closure cells, defaults, the globals that the
-code names (also as `module.name`), and from there through lists, dicts, tuples and plain objects. It is bounded: what lies
-behind other paths is not seen (docs/safety.md).
+code names (also as `module.name`, functions of torch's too), and from there through lists, dicts, tuples and plain objects.
+It is bounded: what lies behind other paths is not seen (docs/safety.md).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ _LIBRARIES = frozenset({
     "torch", "builtins", "segue", "threading", "logging", "collections", "functools", "numpy", "_pytest", "hypothesis",
 })  # fmt: skip
 """packages whose code names nothing of the user's"""
+_TORCH = frozenset({"torch"})
 _HOLDERS = frozenset({"torch.distributions", "torch.optim", "torch.nn", "collections", "functools"})
 """among them those whose objects hold what is the user's"""
 
@@ -240,8 +241,21 @@ class Reach:
             if name in space:
                 value, found = space[name], f"{path}{name}"
                 self._link(space, name, value, depth, parent, found)
-                if isinstance(value, ModuleType) and path.count(".") < _MAX_MODULE_DEPTH and _is_searched(value):
-                    self._visit_names(vars(value), inner, inner, depth, parent, f"{found}.")
+                if isinstance(value, ModuleType) and path.count(".") < _MAX_MODULE_DEPTH:
+                    if _is_searched(value):
+                        self._visit_names(vars(value), inner, inner, depth, parent, f"{found}.")
+                    elif is_of_torch(vars(value)):
+                        self._visit_torch(vars(value), inner, depth, parent, f"{found}.")
+
+    def _visit_torch(self, space: dict[str, Any], names: tuple[str, ...], depth: int, parent: int | None, path: str) -> None:
+        """The functions of a module of torch's that user code names: people put others in their places."""
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, ModuleType):
+                if path.count(".") < _MAX_MODULE_DEPTH and is_of_torch(vars(value)):
+                    self._visit_torch(vars(value), names, depth, parent, f"{path}{name}.")
+            elif value is not None and isinstance(value, CODE):
+                self._link(space, name, value, max(depth, 1), parent, f"{path}{name}")
 
     def _visit_items(self, container: Any, items: Mapping[Any, Any], depth: int, parent: int | None, label: str) -> None:
         if len(items) <= _MAX_ITEMS:
@@ -270,6 +284,11 @@ def is_library(module: str | None, names: frozenset[str] = _LIBRARIES) -> bool:
 
 def _is_searched(module: ModuleType) -> bool:
     return not is_library(module.__name__) and module.__name__.partition(".")[0] not in sys.stdlib_module_names
+
+
+def is_of_torch(space: dict[Any, Any]) -> bool:
+    """Whether these are the globals of a Python module of torch's."""
+    return "__builtins__" in space and is_library(space.get("__name__"), _TORCH)
 
 
 def is_marked(function: Any) -> bool:

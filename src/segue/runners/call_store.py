@@ -26,6 +26,7 @@ FIRST_RETRY = 64
 LAST_RETRY = 1 << 20
 MIN_KEYS = 1024
 _MANY_REBOUNDS = 4
+_ELSEWHERE = "a parameter, buffer or tensor that it reads lies elsewhere now, or a function that it names is another one"
 _HYSTERESIS = 2
 _AGE_AFTER = 256
 _MOST_RECENT = 1024
@@ -73,7 +74,7 @@ class Entry:
         self.recent += _MOST_RECENT
         self.pending, self.is_urgent = None, True
 
-    def note_rebound(self, detail: str = "a parameter, buffer or tensor that it reads lies elsewhere now") -> None:
+    def note_rebound(self, detail: str = _ELSEWHERE) -> None:
         """This call runs eagerly and the next one is recorded; where it happens again and again, a later one."""
         self.rebounds += 1
         self.reason, self.detail = Reason.REBOUND, detail
