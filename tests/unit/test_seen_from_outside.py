@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import Subset, TensorDataset
 
 import segue
 from call_support import eager_reasons, same
+from segue.graph.guard import is_capturing
 
 NULL = torch.zeros(4)
 POOL = [torch.full((4,), float(n)) for n in range(3)]
@@ -171,3 +178,91 @@ def test_what_else_torchs_modules_come_to_hold_is_no_change(monkeypatch: pytest.
         monkeypatch.setattr(torch, f"of_a_test_{n}", n, raising=False)
         step(torch.ones(4))
     assert step.report().replays == 4
+
+
+# -- tensors that objects of libraries hold -----------------------------------------------------------------------------
+
+
+def _array() -> Any:
+    array = np.empty((2, 2), dtype=object)
+    array[:] = [[ONE, TWO], [TWO, 1.0]]
+    return array
+
+
+def _dispatched() -> Any:
+    @functools.singledispatch
+    def scaled(x: Any) -> Any:
+        return x
+
+    scaled.register(torch.Tensor, lambda x: x * ONE)
+    return scaled
+
+
+def _other() -> torch.Tensor:
+    return torch.full((4,), 7.0)
+
+
+def _dataset() -> Any:
+    return TensorDataset(torch.ones(3, 4))
+
+
+Holder = tuple[Callable[[], Any], Callable[[Any], torch.Tensor], Callable[[Any], Any]]
+HOLDERS: dict[str, Holder] = {
+    "array": (_array, lambda h: h[0, 1], lambda h: h.__setitem__((0, 1), _other())),
+    "dataset": (_dataset, lambda h: h.tensors[0][0], lambda h: setattr(h, "tensors", (torch.full((3, 4), 7.0),))),
+    "subset": (
+        lambda: Subset(_dataset(), [1, 2]),
+        lambda h: h[0][0],
+        lambda h: setattr(h.dataset, "tensors", (torch.full((3, 4), 7.0),)),
+    ),
+    "adapter": (
+        lambda: logging.LoggerAdapter(logging.getLogger(__name__), {"weights": [ONE]}),
+        lambda h: h.extra["weights"][0],
+        lambda h: h.extra["weights"].__setitem__(0, _other()),
+    ),
+    "timer": (
+        lambda: threading.Timer(1, print, kwargs={"weight": ONE}),
+        lambda h: h.kwargs["weight"],
+        lambda h: setattr(h, "kwargs", {"weight": _other()}),
+    ),
+    "interpreter": (
+        lambda: torch.fx.Interpreter(torch.fx.symbolic_trace(torch.nn.Linear(4, 4))),
+        lambda h: h.module(ONE),
+        lambda h: setattr(h.module, "weight", torch.nn.Parameter(torch.ones(4, 4))),
+    ),
+    "dispatched": (_dispatched, lambda h: h(TWO), lambda h: h.register(torch.Tensor, lambda x: x * 7)),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_tensor_that_an_object_of_a_library_holds_may_be_another_one(name: str, is_inner: bool) -> None:
+    make, read, change = HOLDERS[name]
+    held = types.SimpleNamespace(item=make())
+    direct = held.item
+    function = (lambda x: x * read(held.item)) if is_inner else (lambda x: x * read(direct))
+    step = segue.graph(function)
+    x = torch.arange(4.0)
+    for _ in range(4):
+        same(step(x), function(x))
+    assert step.report().replays == 2
+    change(held.item)
+    for n in range(4):
+        same(step(x + n), function(x + n))
+    assert step.report().replays == 4
+
+
+def test_a_thread_that_ends_while_it_is_recorded_has_ended() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.weight = ONE  # type: ignore[attr-defined]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if is_capturing() and thread.ident is None:
+            thread.start()
+            thread.join()
+        return x * thread.weight  # type: ignore[attr-defined]
+
+    step = segue.graph(f)
+    for _ in range(4):
+        same(step(TWO), TWO)
+    assert not thread.is_alive() and step.report().replays == 2

@@ -281,7 +281,7 @@ def _is_placed(tensor: torch.Tensor) -> bool:
 def _has_no_versions(container: Any) -> bool:
     if isinstance(container, dict):
         return not is_plain(container) or (dict_tag() is None and is_of_torch(container))
-    return isinstance(container, (list, deque))
+    return isinstance(container, (list, deque, MappingProxyType))
 
 
 def _outline(container: Any) -> Any:

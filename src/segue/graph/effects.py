@@ -22,7 +22,7 @@ import torch
 
 from segue.graph.audit import global_hooks
 from segue.graph.breaks import Mark
-from segue.graph.reach import HOOKS, Cell, Reach, makes_items
+from segue.graph.reach import HOOKS, Attributes, Cell, Reach, makes_items
 from segue.graph.tree import same_value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -40,7 +40,9 @@ class HostState:
         containers: dict[int, tuple[Any, str]] = {}
         tables: set[int] = set()
         for link in reach.links:
-            if isinstance(link.container, Cell) or (isinstance(link.container, dict) and "__builtins__" in link.container):
+            if isinstance(link.container, (Cell, Attributes)) or (
+                isinstance(link.container, dict) and "__builtins__" in link.container
+            ):
                 self._entries.append((link.container, link.key, link.value, link.label))
             elif _is_container(link.container):
                 containers.setdefault(id(link.container), (link.container, link.label.rpartition(".")[0]))

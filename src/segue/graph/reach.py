@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, product
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -58,7 +58,9 @@ _LIBRARIES = frozenset({
 })  # fmt: skip
 """packages whose code names nothing of the user's"""
 _TORCH = frozenset({"torch"})
-_HOLDERS = frozenset({"torch.distributions", "torch.optim", "torch.nn", "collections", "functools"})
+_HOLDERS = frozenset({
+    "torch.distributions", "torch.optim", "torch.nn", "torch.utils.data", "collections", "functools",
+})  # fmt: skip
 """among them those whose objects hold what is the user's"""
 
 
@@ -75,6 +77,21 @@ class Cell:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._cell.cell_contents = value
+
+
+class Attributes:
+    """Some attributes of an object, whose others do not count."""
+
+    __slots__ = ("_attributes",)
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes = attributes
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._attributes[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._attributes[key] = value
 
 
 class Link(NamedTuple):
@@ -170,7 +187,11 @@ class Reach:
                 self.own.append(value)
             # a tuple's items cannot change, but the way to them can
             self._visit_items(value, dict(enumerate(islice(value, _MAX_ITEMS))), depth, parent, label)
-        elif not is_library(type(value).__module__) or is_library(type(value).__module__, _HOLDERS):
+        elif _is_array_of_objects(value):
+            self._visit_items(value, {at: value[at] for at in product(*map(range, value.shape))}, depth, parent, label)
+        elif is_library(type(value).__module__) and not is_library(type(value).__module__, _HOLDERS):
+            self._visit_foreign(value, depth, parent, label or type(value).__name__)
+        else:
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
                 self.objects.append(value)
@@ -195,6 +216,13 @@ class Reach:
             for hook in vars(module).get(table, {}).values():
                 self._follow(hook, 1, parent, f"a hook of {name}")
         self._visit_class(type(module), depth, parent)
+
+    def _visit_foreign(self, value: Any, depth: int, parent: int | None, label: str) -> None:
+        """An object of a library's: what of its attributes leads to tensors. The others are the library's own business."""
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            found = {name: held for name, held in list(attributes.items()) if leads_to_tensors(held)}
+            self._visit_items(Attributes(attributes), found, depth, parent, label)
 
     def _visit_class(self, kind: type, depth: int, parent: int | None) -> None:
         """What the methods of a user's class name, and tensors that are class attributes."""
@@ -279,7 +307,7 @@ class Reach:
 def is_library(module: str | None, names: frozenset[str] = _LIBRARIES) -> bool:
     """Whether a Python module is one of `names`, or inside one."""
     parts = (module or "").split(".")
-    return any(".".join(parts[:count]) in names for count in (1, 2))
+    return any(".".join(parts[:count]) in names for count in (1, 2, 3))
 
 
 def _is_searched(module: ModuleType) -> bool:
@@ -299,6 +327,31 @@ def is_marked(function: Any) -> bool:
 def makes_items(value: dict[Any, Any]) -> bool:
     """Whether a dict may make its items when asked."""
     return type(value).__getitem__ is not dict.__getitem__
+
+
+def leads_to_tensors(value: Any, depth: int = 4, budget: list[int] | None = None) -> bool:
+    """Whether an attribute of a library's object is a tensor or a module, or holds some: in containers, or in other objects
+    of libraries. It looks at some thousand objects at most."""
+    budget = [_MAX_ITEMS] if budget is None else budget
+    budget[0] -= 1
+    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return True
+    if not depth or budget[0] < 0 or isinstance(value, (*_PLAIN, *_OPAQUE, FunctionType, *_BUILTINS)):
+        return False
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        items: Iterable[Any] = list(value)
+    elif isinstance(value, dict):
+        items = [] if makes_items(value) else list(value.values())
+    elif is_library(type(value).__module__) and not isinstance(value, threading.local):
+        items = list(getattr(value, "__dict__", {}).values())
+    else:
+        return False
+    return any(leads_to_tensors(item, depth - 1, budget) for item in items)
+
+
+def _is_array_of_objects(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype == object and value.size <= _MAX_ITEMS
 
 
 def _function_of(value: Any) -> Any:
