@@ -20,8 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.utils import parametrize as _parametrize  # 2.11 - 2.13
+from torch.overrides import _get_current_function_mode_stack as _function_stack  # 2.11 - 2.13
 from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11 - 2.13
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_stack
 
 __all__ = ["TorchDispatchMode"]
 
@@ -169,7 +171,10 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 
 def has_kernel(operator_name: str, dispatch_key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator_name, dispatch_key))
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator_name, dispatch_key))
+    except RuntimeError:  # TorchScript's own (prim::layout), of which the dispatcher does not know
+        return False
 
 
 def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,6 +240,28 @@ _transforms, _forward_ad = torch._C._functorch.peek_interpreter_stack, torch.aut
 def is_observed() -> bool:
     """Whether a mode, a transform, a forward-mode level or a cache of parametrized weights sees what a replay passes by."""
     return bool(_dispatch_modes() or _transforms() or _parametrize._cache_enabled) or _forward_ad._current_level >= 0
+
+
+class keeping_mode_stacks:
+    """After the block this thread is in the modes that it was in before, whatever interrupted those that enter and leave
+    them: a handler of a signal that raises, or the end of the stack."""
+
+    def __enter__(self) -> None:
+        self._dispatch, self._function = _dispatch_stack(), _function_stack()
+
+    def __exit__(self, *_: Any) -> None:
+        while _dispatch_modes() > len(self._dispatch):
+            mode = torch._C._get_dispatch_stack_at(_dispatch_modes() - 1)
+            try:
+                mode.__exit__(None, None, None)
+            except IndexError:  # it was interrupted on its way out
+                torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
+        while _function_modes() > len(self._function):
+            torch._C._pop_torch_function_stack()
+        for mode in self._dispatch[_dispatch_modes() :]:
+            torch._C._push_on_torch_dispatch_stack(mode)
+        for mode in self._function[_function_modes() :]:
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def num_modes() -> tuple[int, int]:

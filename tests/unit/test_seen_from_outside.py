@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Subset, TensorDataset
 
 import segue
 from call_support import eager_reasons, same
+from segue._compat import num_modes
 from segue.graph.guard import is_capturing
 
 NULL = torch.zeros(4)
@@ -194,7 +201,7 @@ def _dispatched() -> Any:
     def scaled(x: Any) -> Any:
         return x
 
-    scaled.register(torch.Tensor, lambda x: x * ONE)
+    scaled.register(torch.Tensor, lambda x: x * 2)
     return scaled
 
 
@@ -266,3 +273,122 @@ def test_a_thread_that_ends_while_it_is_recorded_has_ended() -> None:
     for _ in range(4):
         same(step(TWO), TWO)
     assert not thread.is_alive() and step.report().replays == 2
+
+
+# -- what only watching would make an error of --------------------------------------------------------------------------
+
+
+def masked(x: torch.Tensor) -> torch.Tensor:
+    return torch.masked.masked_tensor(x, x > 0).sum(0).to_tensor(0)
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    ragged = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 4]))
+    return F.linear(ragged, x).reshape(2, -1, 4, 1).values()
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    return F.linear(torch.nested.nested_tensor([x[:2], x[2:]]), x).to_padded_tensor(0.0)
+
+
+def fake(x: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        size = F.linear(torch.empty(4, 4), torch.empty(4, 4)).shape
+    return x.view(size) * 2
+
+
+def flexible(x: torch.Tensor) -> torch.Tensor:
+    q = x.view(1, 1, 4, 4).repeat(1, 1, 4, 4)
+    return flex_attention(q, q, q)
+
+
+def compiled_inside(x: torch.Tensor) -> Any:
+    return torch.compile(lambda a: (a * 2).relu(), backend="eager", fullgraph=True)(x)
+
+
+def conditional(x: torch.Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a - 1, (x,))
+
+
+class Packed(torch.Tensor):
+    """A weight of torchao's kind: an object around others, with operations of its own."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.inner, self.scale = data, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a.inner.float() * a.scale if isinstance(a, Packed) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+PACKED = Packed(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5))
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, PACKED)
+
+
+WATCHED = {
+    masked: "MaskedTensor", jagged: "NestedTensor", nested: "nested tensor", fake: "FakeTensor", packed: "Packed",
+    flexible: "flex_attention", conditional: "cond", compiled_inside: "",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", WATCHED, ids=lambda f: f.__name__)
+def test_what_cannot_be_watched_runs_eagerly_and_leaves_torch_as_it_is(function: Callable[..., Any]) -> None:
+    step = segue.graph(function)
+    x = torch.randn(4, 4)
+    for n in range(4):
+        same(step(x + n), function(x + n))
+    assert WATCHED[function] in str(step.report())
+    assert num_modes() == (0, 0)
+    if WATCHED[function]:
+        assert eager_reasons(step) == {"first_seen": 1, "capture_failed": 3}
+    other = segue.graph(torch.nn.Linear(4, 4))
+    for _ in range(4):
+        other(x)
+    assert other.report().replays == 2
+    assert torch.compile(lambda a: a + 1, backend="eager", fullgraph=True)(x).equal(x + 1)
+
+
+class Late(Exception):
+    """What a handler of a signal raises."""
+
+
+@pytest.mark.parametrize("event", ["call", "return"])
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("mode", [TorchDispatchMode, TorchFunctionMode])
+@pytest.mark.parametrize("num", range(3))
+def test_no_mode_is_left_where_a_signal_interrupts_one_that_begins_or_ends(
+    mode: Any, method: str, event: str, num: int
+) -> None:
+    met = 0
+
+    def ring(frame: Any, what: str, _: Any) -> None:
+        nonlocal met
+        if what == event and frame.f_code is getattr(mode, method).__code__:
+            met += 1
+            if met == num + 1:
+                sys.setprofile(None)
+                raise Late
+
+    step = segue.graph(torch.nn.Linear(4, 4))
+    x = torch.ones(1, 4)
+    with suppress(Late), torch.device("cpu"):
+        step(x)
+        before = num_modes()
+        sys.setprofile(ring)
+        try:
+            step(x)
+        finally:
+            sys.setprofile(None)
+            assert num_modes() == before
+    for _ in range(3):
+        same(step(x), step.eager(x))
+    assert step.report().replays

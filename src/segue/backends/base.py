@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from segue._compat import keeping_mode_stacks
 from segue.graph import Recorder, Recording, Trace, traced
 from segue.graph.tree import flatten
 from segue.memory.lane import Lane
@@ -98,7 +99,8 @@ class RecordingBackend(Backend):
             per_operation=self.per_operation,
             notes_unseen=self.notes_unseen,
         )
-        recording = recorder.record(forward)
+        with keeping_mode_stacks():
+            recording = recorder.record(forward)
         driver_bytes = lane.device.driver_used() - used_before - recording.pool_bytes
         record = GraphRecord(
             key=key,

@@ -28,7 +28,7 @@ from segue.device.cpu_pool import CpuPool, Mapped
 from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step, rebuilt
 from segue.device.operations import RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
 from segue.device.streams import NUM_STREAMS, StreamPool
-from segue.device.watch import GRAD, HostReads, OperationMode, describe_line, error_line, user_line
+from segue.device.watch import GRAD, HostReads, OperationMode, describe_line, error_line, strange_text, user_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
 
 
@@ -204,6 +204,11 @@ class CpuCapture:
                 what,
             )
 
+    def run_strange(self, func: Any, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._steps is not None:
+            self._refuse(CaptureError, strange_text(str(func), kind), str(func))
+        return func(*args, **kwargs)
+
     def refuse_opaque(self, name: str) -> None:
         self._refuse(
             CaptureError,
@@ -299,6 +304,9 @@ class _CaptureMode(OperationMode):
 
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._session.record(op, args, kwargs)
+
+    def handle_strange(self, func: Any, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._session.run_strange(func, kind, args, kwargs)
 
     def handle_opaque(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._session.refuse_opaque(str(func))

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from segue._compat import TorchDispatchMode, never_compiled, run_composite, without_torch_function
-from segue.device.operations import Operation, operation
+from segue.device.operations import Operation, operation, tensors
 
 Location = tuple[CodeType, int]
 
@@ -54,7 +54,7 @@ def is_library(filename: str) -> bool:
         return not filename[len(_SEGUE) :].startswith(("llm", "diffusion"))
     if filename.startswith(_PYTHON):
         return filename.startswith(_TORCH) or not filename[len(_PYTHON) :].startswith(_PACKAGES)
-    return filename.startswith(("<frozen", _TORCH))
+    return filename.startswith(("<frozen", "<eval_with_key>", _TORCH))
 
 
 def describe_line(location: Location | None) -> str | None:
@@ -78,13 +78,20 @@ def error_line(error: BaseException) -> str | None:
 
 class OperationMode(TorchDispatchMode):
     """A dispatch mode over primitive operations; subclasses override `handle`, and `handle_opaque` for operators that
-    run a function inside (`torch.cond`, `flex_attention`). `kind` is the device's: what is primitive depends on it."""
+    run a function inside (`torch.cond`, `flex_attention`), and `handle_strange`. `kind` is the device's: what is primitive
+    depends on it."""
 
     supports_higher_order_operators = True
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Yes: under other modes Dynamo compiles nothing, and skips for good what it was to compile (`flex_attention`, which
+        compiles itself)."""
+        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -98,8 +105,11 @@ class OperationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return self.handle_opaque(func, args, kwargs)
+        strange = kind_with_own_operations(types)
+        if strange is not None:  # what it does for a composite operation may be that operation
+            return self.handle_strange(func, strange, args, kwargs)
         op = operation(func)
-        if self._kind in op.composite_on:
+        if self._kind in op.composite_on and not _takes_nested(args):
             with self, without_torch_function():
                 return run_composite(func, args, kwargs)
         return self.handle(op, args, kwargs)
@@ -107,8 +117,28 @@ class OperationMode(TorchDispatchMode):
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op.overload(*args, **kwargs)
 
+    def handle_strange(self, func: OpOverload, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that is told a kind of tensor with operations of its own, which run unwatched."""
+        return func(*args, **kwargs)
+
     def handle_opaque(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
+
+
+def kind_with_own_operations(types: Any) -> type | None:
+    """Among kinds of tensors one that dispatches by itself: a nested tensor, a quantized weight, a fake tensor."""
+    return next((t for t in types if t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__), None)
+
+
+def strange_text(operation: str, kind: type) -> str:
+    return (
+        f"{operation} takes a {kind.__name__}, a kind of tensor with operations of its own, which a recording does not see: "
+        "unpack it into plain tensors, or put what uses it behind @segue.eager_on_graph."
+    )
+
+
+def _takes_nested(args: tuple[Any, ...]) -> bool:
+    return any([t.is_nested for t in tensors(args)])
 
 
 GRAD = "Tensor.grad"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from segue.device.operations import Operation
-from segue.device.watch import Location, describe_line
+from segue.device.watch import Location, describe_line, strange_text
 from segue.errors import CaptureError
 from segue.graph.breaks import Mark
 from segue.graph.bridge import is_alias_unseen
@@ -28,9 +28,23 @@ def set_inside(op: Operation, location: Location | None, settings: tuple[Any, ..
     )
 
 
-def quantized(op: Operation, location: Location | None) -> CaptureError:
+def without_one_memory(op: Operation, results: list[torch.Tensor], location: Location | None) -> CaptureError:
+    kind = "quantized" if any(t.is_quantized for t in results) else "nested"
     return _refused(
-        f"{op.name} makes a quantized tensor ({describe_line(location)}), which a recording on the cpu device cannot hold",
+        f"{op.name} makes a {kind} tensor ({describe_line(location)}), which a recording on the cpu device cannot hold",
+        op,
+        location,
+    )
+
+
+def strange(op: Operation, kind: type, location: Location | None) -> CaptureError:
+    return _refused(f"{strange_text(op.name, kind)} ({describe_line(location)})", op, location)
+
+
+def unwatchable(op: Operation, error: Exception, location: Location | None) -> CaptureError:
+    return _refused(
+        f"{op.name} takes or returns what cannot be watched ({describe_line(location)}; {type(error).__name__}: {error}): "
+        "put it behind @segue.eager_on_graph",
         op,
         location,
     )

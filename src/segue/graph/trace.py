@@ -20,17 +20,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 
-from segue._compat import data_address, num_modes, storage_handle, storage_weakref, without_modes
+from segue._compat import data_address, keeping_mode_stacks, num_modes, storage_handle, storage_weakref, without_modes
 from segue.device import Device, ShapeMemo
 from segue.device.cpu_tape import fresh_results
-from segue.device.operations import RESIZED, Operation, geometry, is_strided, plain_arguments, signature, tensors, touched
+from segue.device.operations import (
+    RESIZED,
+    Operation,
+    geometry,
+    is_strided,
+    operation,
+    plain_arguments,
+    signature,
+    tensors,
+    touched,
+)
 from segue.device.watch import GRAD, HostReads, Location, OperationMode, describe_line, user_line
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, around_bodies, handling, running_body
 from segue.graph.bridge import Fresh, OutputNote, note_output
 from segue.graph.modes import SETTINGS, kernel_settings
-from segue.graph.refusals import break_refusal, caught, holds_itself, quantized, set_inside
+from segue.graph.refusals import break_refusal, caught, holds_itself, set_inside, strange, unwatchable, without_one_memory
 from segue.graph.state import Draws, default_generator
 from segue.graph.streams import join, noting_streams
 from segue.graph.tree import Spec, flatten, same_value, unflatten
@@ -141,7 +152,7 @@ def traced(
     watch = _TraceMode(trace, device, collect) if is_full else None
     handler = _TraceHandler(trace, watch, device) if segmented else None
     start = time.perf_counter()
-    with without_autocast_cache(), handling(handler), _watching(watch, device, trace):
+    with keeping_mode_stacks(), without_autocast_cache(), handling(handler), _watching(watch, device, trace):
         if handler is not None:
             handler.begin()
         output = forward()
@@ -202,6 +213,30 @@ class _TraceMode(OperationMode):
     def handle(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trace = self._trace
         location = user_line()
+        try:
+            key, outs = self._before(op, args, kwargs, location)
+        except Exception as error:  # of torch's, about what it cannot say of such tensors: none of the caller's
+            trace.refusal = trace.refusal or unwatchable(op, error, location)
+            return op.overload(*args, **kwargs)
+        try:
+            result = self._drawing(op, args, kwargs) if op.is_random else op.overload(*args, **kwargs)
+        except Exception as error:
+            if self._device.traces_shapes:  # where nothing runs in a capture, it would not be raised there
+                trace.refusal = trace.refusal or caught(op, error, location)
+            raise
+        try:
+            self._after(op, args, kwargs, location, key, outs, result)
+        except Exception as error:
+            trace.refusal = trace.refusal or unwatchable(op, error, location)
+        return result
+
+    def handle_strange(self, func: OpOverload, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._trace.refusal = self._trace.refusal or strange(operation(func), kind, user_line())
+        return func(*args, **kwargs)
+
+    def _before(self, op: Operation, args: Any, kwargs: dict[str, Any], location: Location | None) -> tuple[Any, Any]:
+        """Notes what an operation is told. Answers with its signature and how its `out=` lies, where results are noted."""
+        trace = self._trace
         trace.operations.append((op, location))
         trace.plain_arguments.append(plain_arguments(args, kwargs))
         if op.reads_host(args):
@@ -221,14 +256,14 @@ class _TraceMode(OperationMode):
         key = signature(op, args, kwargs) if self._device.traces_shapes and (op.returns_fresh or outs) else None
         if self._device.traces_shapes and kernel_settings() != self._settings:  # elsewhere the recorded kernel stays
             trace.refusal = trace.refusal or set_inside(op, location, self._settings)
-        try:
-            result = self._drawing(op, args, kwargs) if op.is_random else op.overload(*args, **kwargs)
-        except Exception as error:
-            if self._device.traces_shapes:  # where nothing runs in a capture, it would not be raised there
-                trace.refusal = trace.refusal or caught(op, error, location)
-            raise
-        if self._device.traces_shapes and any(t.is_quantized for t in tensors(result)):
-            trace.refusal = trace.refusal or quantized(op, location)
+        return key, outs
+
+    def _after(
+        self, op: Operation, args: Any, kwargs: dict[str, Any], location: Location | None, key: Any, outs: Any, result: Any
+    ) -> None:
+        trace = self._trace
+        if self._device.traces_shapes and any(t.is_quantized or t.is_nested for t in tensors(result)):
+            trace.refusal = trace.refusal or without_one_memory(op, tensors(result), location)
         if op.is_random and any(t.device != self._device.device for t in tensors(result)):
             trace.draws_elsewhere = True
         if op.returns_fresh and is_strided(result):
@@ -237,7 +272,6 @@ class _TraceMode(OperationMode):
             trace.shapes[key] = None if outs == [geometry(t) for t in op.declared(args, kwargs)] else RESIZED
         if self._collect is not None:
             self._collect(len(trace.operations) - 1, touched(op, args, kwargs, result))
-        return result
 
     def note_read(self, value: Any, *, is_passed_on: bool = False) -> None:
         for tensor in tensors(value):
