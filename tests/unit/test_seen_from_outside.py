@@ -322,6 +322,8 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Packed(args[0].inner, args[0].scale)
         plain = [a.inner.float() * a.scale if isinstance(a, Packed) else a for a in args]
         return func(*plain, **(kwargs or {}))
 
@@ -392,3 +394,21 @@ def test_no_mode_is_left_where_a_signal_interrupts_one_that_begins_or_ends(
     for _ in range(3):
         same(step(x), step.eager(x))
     assert step.report().replays
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_model_runs_eagerly_and_the_reason_names_what_it_holds() -> None:
+    floats = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    model = torch.ao.quantization.quantize_dynamic(floats, {torch.nn.Linear})
+    step = segue.graph(model)
+    x = torch.randn(2, 8)
+    for n in range(4):
+        same(step(x + n), model(x + n))
+    assert "Sequential.0._packed_params._packed_params is a LinearPackedParamsBase" in str(step.report())
+    assert "plain weights" in str(step.report())
+    linear = torch.nn.Linear(4, 4)
+    linear.weight = torch.nn.Parameter(PACKED, requires_grad=False)
+    step = segue.graph(linear)
+    for _ in range(4):
+        same(step(x[:, :4]), linear(x[:, :4]))
+    assert "takes a Packed" in str(step.report()) and __file__ in str(step.report())

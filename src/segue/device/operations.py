@@ -183,6 +183,21 @@ class _TensorMark(NamedTuple):
     stride: tuple[int, ...]
 
 
+class _Object:
+    """An argument that is equal to itself alone."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
 def signature(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hashable name of the call, or None where an argument cannot be hashed, or is a tensor without strides."""
     try:
@@ -209,6 +224,8 @@ def _mark(value: Any) -> Any:
         return _TensorMark(value.dtype, tuple(value.shape), value.stride())
     if isinstance(value, (list, tuple)):
         return tuple(_mark(v) for v in value)
+    if isinstance(value, torch.ScriptObject):  # whose own equality raises
+        return _Object(value)
     return (type(value), value)  # 1 == True == 1.0 as dictionary keys
 
 

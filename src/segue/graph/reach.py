@@ -163,6 +163,12 @@ class Reach:
             self.opaque.append(
                 f"{label} is a threading.local, another one in each thread: pass what it holds as an argument"
             )
+        elif isinstance(value, torch.ScriptObject):
+            kind: Any = value._type()
+            self.opaque.append(
+                f"{label} is a {kind.name()}, an object of C++ that holds what no change is noticed in: record the model "
+                "with plain weights, or put what uses it behind @segue.eager_on_graph"
+            )
         elif isinstance(value, MethodType):
             if isinstance(value.__self__, type):
                 self._visit_class(value.__self__, depth, parent)
