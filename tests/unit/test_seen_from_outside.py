@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import sys
 import threading
@@ -412,3 +413,46 @@ def test_a_quantized_model_runs_eagerly_and_the_reason_names_what_it_holds() -> 
     for _ in range(4):
         same(step(x[:, :4]), linear(x[:, :4]))
     assert "takes a Packed" in str(step.report()) and __file__ in str(step.report())
+
+
+# -- calls that depend on being recorded --------------------------------------------------------------------------------
+
+LINEAR = torch.nn.Linear(4, 4).requires_grad_(False)
+
+
+def jvp(x: torch.Tensor) -> Any:
+    return torch.func.jvp(LINEAR, (x,), (torch.ones_like(x),))
+
+
+def hessian(x: torch.Tensor) -> Any:
+    return torch.func.hessian(lambda a: LINEAR(a).tanh().sum())(x)
+
+
+def integers(x: torch.Tensor) -> Any:
+    return x.view(torch.int32)
+
+
+@pytest.mark.parametrize("function", [jvp, hessian, integers])
+def test_what_differs_by_being_recorded_is_told_so_and_promised_nothing(function: Callable[..., Any]) -> None:
+    step = segue.graph(function)
+    with torch.inference_mode():
+        for n in range(12):
+            x = torch.full((2, 4), float(n))
+            same(step(x), function(x))
+        decision = step.explain(x)
+    assert decision.reason is segue.Reason.CAPTURE_FAILED
+    assert "each time and at the same place" in decision.detail and "later call" not in decision.detail
+    assert eager_reasons(step)["rebound"] <= 2
+
+
+def test_a_difference_that_another_one_follows_is_none_of_being_recorded() -> None:
+    captures = itertools.count()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        made = next(captures) if is_capturing() else 3
+        return (torch.sin, torch.cos, torch.tanh)[made](x) if made < 3 else x * 2
+
+    step = segue.graph(f)
+    for _ in range(16):
+        same(step(TWO), TWO * 2)
+    assert step.report().replays

@@ -54,6 +54,8 @@ class Admission:
     error: Exception | None = None
     effects: list[str] = field(default_factory=list)
     operations: int = 0
+    difference: str = ""
+    """where the run that was to be recorded went another way than the traced one"""
 
 
 CHANGED_ARGUMENT = (
@@ -263,9 +265,8 @@ def _capture(
             found = graph.recording.difference
             if interruption.get() is None:
                 modes.undo_seeds()
-            detail = (
-                f"goes another way than the call before it ({found.traced}; then {found.captured}): a later call is recorded"
-            )
+            admission.difference = f"{found.traced}; then {found.captured}"
+            detail = f"goes another way than the call before it ({admission.difference}): a later call is recorded"
             raise _Refused(Reason.REBOUND, f"the run that is recorded {detail}")
         if not static.is_intact():
             raise _Refused(Reason.UNSAFE_EFFECTS, CHANGED_ARGUMENT)

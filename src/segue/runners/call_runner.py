@@ -39,6 +39,10 @@ _HARMLESS = (Reason.DISABLED, Reason.FIRST_SEEN, Reason.CAPTURING, Reason.IN_BAC
 """reasons that strict mode lets pass"""
 
 
+_DIFFERS = (
+    "the run that is recorded goes another way than the call before it, each time and at the same place ({}), so that it "
+    "depends on being recorded: put what differs there behind @segue.eager_on_graph"
+)
 _WAITS = "it waits for an idle moment in which to be recorded"
 
 
@@ -314,6 +318,9 @@ class CallRunner:
         entry.pending = None
         if admission.graph is None:
             assert admission.reason is not None
+            if admission.difference and admission.difference == entry.difference:
+                admission.reason, admission.detail = Reason.CAPTURE_FAILED, _DIFFERS.format(admission.difference)
+            entry.difference = admission.difference
             if admission.reason is Reason.REBOUND:
                 entry.note_rebound(admission.detail)
                 entry.wait -= 1  # this call ran already

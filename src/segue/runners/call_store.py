@@ -46,6 +46,8 @@ class Entry:
     detail: str = ""
     wait: int = 0
     failures: int = 0
+    difference: str = ""
+    """where the last run that was to be recorded went another way than the traced one"""
     rebounds: int = 0
     replays: int = 0
     since_capture: int = 0
@@ -153,7 +155,7 @@ class CallStore:
     def put(self, entry: Entry, graph: CallGraph) -> None:
         """Takes a new recording; what is one too many, or over the budget, is closed, the new one too if it must be."""
         entry.graph = self.recorded[entry] = graph  # first: with the last recording the pool goes, and this one lies in it
-        entry.reason, entry.detail, entry.failures = Reason.EVICTED, "", 0
+        entry.reason, entry.detail, entry.failures, entry.difference = Reason.EVICTED, "", 0, ""
         while len(self.recorded) > self.max_graphs:
             self.drop(min((e for e in self.recorded if e is not entry), key=lambda e: e.value), Reason.EVICTED)
         if self.budget is None:
