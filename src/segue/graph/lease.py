@@ -20,7 +20,7 @@ from segue._compat import data_address, storage_handle, tensor_at
 from segue.device.operations import extent_bytes
 from segue.errors import LeaseError
 from segue.graph.places import Place, place
-from segue.graph.tree import flatten, unflatten
+from segue.graph.tree import flatten, same_value, unflatten
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -66,7 +66,7 @@ class Lease:
 
 def copy_to(target: Any) -> Callable[[Any], Any]:
     """For `outputs=`: copies each result into the tensors of `target`, which has the output's structure, and answers with
-    `target`. Nothing broadcasts or casts."""
+    `target`. Nothing broadcasts or casts; what is no tensor must be in `target` as each call returns it."""
     targets, spec = flatten(target)
 
     def copy(output: Any) -> Any:
@@ -74,6 +74,12 @@ def copy_to(target: Any) -> Callable[[Any], Any]:
         if found != spec:
             raise ValueError(f"copy_to: the output has the structure {found!r}, its target has {spec!r}")
         pairs = [(t, leaf) for t, leaf in zip(targets, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+        for into, leaf in zip(targets, leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor) and not same_value(into, leaf):
+                raise ValueError(
+                    f"copy_to: a call returned {leaf!r} where its target holds {into!r}, and only tensors are copied: "
+                    "return it as a tensor, leave it out of what is returned, or use outputs='clone'"
+                )
         for into, leaf in pairs:
             if not isinstance(into, torch.Tensor) or into.shape != leaf.shape or into.dtype != leaf.dtype:
                 raise ValueError(f"copy_to: a result of shape {list(leaf.shape)} and {leaf.dtype} does not fit its target")
