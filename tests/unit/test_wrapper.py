@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -355,6 +357,45 @@ def test_torchs_readers_of_programs_take_a_wrapped_child_as_the_module(read: Cal
     program = read(Outer(segue.graph(layer)))
     x = torch.randn(1, 4)
     same(program(x), layer(x) + 1)
+
+
+# -- what is asked of it ---------------------------------------------------------------------------------------------------
+
+
+class WithOptions(torch.nn.Module):
+    def __call__(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return x * scale
+
+
+def test_a_wrapper_has_the_signature_of_what_it_wraps() -> None:
+    def f(x: torch.Tensor, /, *, scale: float = 1.0) -> torch.Tensor:
+        return x * scale
+
+    for wrapped in (torch.nn.Linear(2, 2), WithOptions(), f):
+        assert inspect.signature(segue.graph(wrapped)) == inspect.signature(wrapped)
+
+
+def test_a_keyword_may_have_any_name(new: Any) -> None:
+    step = segue.graph(lambda **named: named["self"] * 2)
+    x = new(3)
+    for _ in range(4):
+        same(step(self=x), x * 2)
+    assert step.report().replays == 2 and step.explain(self=x).is_replay
+    same(step.eager(self=x), step.capture(self=x).output)
+
+
+def test_an_unknown_option_is_told_with_those_there_are() -> None:
+    with pytest.raises(TypeError, match=r"no option 'min_hit': there are backend, pad, outputs.*min_hits"):
+        segue.graph(torch.nn.Linear(2, 2), min_hit=3)
+
+
+def test_what_is_made_of_host_data_is_told_as_an_upload() -> None:
+    array = np.ones(2, dtype=np.float32)
+    for made in (lambda: torch.tensor([1.0, 2.0]), lambda: torch.as_tensor(array), lambda: torch.from_numpy(array)):
+        step = segue.graph(lambda x, made=made: x + made())
+        for _ in range(3):
+            same(step(torch.ones(2)), torch.ones(2) + made())
+        assert "host data is uploaded" in str(step.report()) and "reads tensor data" not in str(step.report())
 
 
 # -- a wrapper inside another -----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak
 from segue.device.cpu_lend import LentMode
 from segue.device.cpu_pool import CpuPool, Mapped
 from segue.device.cpu_tape import Step, TapeArguments, fresh_results, functional_step, rebuilt
-from segue.device.operations import RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
+from segue.device.operations import LIFT, RESIZED, Geometry, Operation, geometry, is_strided, signature, tensors
 from segue.device.streams import NUM_STREAMS, StreamPool
 from segue.device.watch import GRAD, HostReads, OperationMode, describe_line, error_line, strange_text, user_line
 from segue.errors import CaptureError, CaptureOutOfMemory, HostReadError
@@ -196,6 +196,14 @@ class CpuCapture:
         return result
 
     def refuse_read(self, what: str) -> None:
+        if self._steps is not None and what == LIFT:
+            self._refuse(
+                HostReadError,
+                "host data is uploaded (torch.tensor, as_tensor, from_numpy), which a recording would do once, with what it "
+                "holds then: make the tensor outside, pass it as an argument, or upload it inside an @segue.eager_on_graph "
+                "function.",
+                what,
+            )
         if self._steps is not None and what != GRAD:
             self._refuse(
                 HostReadError,

@@ -24,6 +24,8 @@ Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 RESIZED = "resized"
 """in a memo, the answer for an `out=` call that gave its `out` another shape"""
 
+LIFT = "aten.lift_fresh.default"
+"""torch.tensor(...), torch.as_tensor(...): host data becomes a tensor"""
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 _DATA_READS = {
@@ -137,7 +139,7 @@ class Operation:
         if self.is_index and len(args) > 1:
             masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
             return bool(masks)
-        if self.name == "aten.lift_fresh.default":
+        if self.name == LIFT:
             return bool(args[0].dim() > 0 and args[0].numel() > 0)
         return False
 

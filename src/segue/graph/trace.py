@@ -26,6 +26,7 @@ from segue._compat import data_address, keeping_mode_stacks, num_modes, storage_
 from segue.device import Device, ShapeMemo
 from segue.device.cpu_tape import fresh_results
 from segue.device.operations import (
+    LIFT,
     RESIZED,
     Operation,
     geometry,
@@ -241,7 +242,7 @@ class _TraceMode(OperationMode):
         trace.plain_arguments.append(plain_arguments(args, kwargs))
         if op.reads_host(args):
             trace.host_reads.append(HostRead(op.name, location))
-        if op.name == "aten.lift_fresh.default":  # torch.tensor(...): a constant of the program, made here
+        if op.name == LIFT:  # a constant of the program, made here
             self.note_made(args)
         self.note_read(args)
         if kwargs:

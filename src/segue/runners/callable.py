@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -49,14 +49,14 @@ class GraphedCallable:
                 vars(self)["__isabstractmethod__"] = True
 
     @never_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._runner.call(args, kwargs)
 
-    def eager(self, *args: Any, **kwargs: Any) -> Any:
+    def eager(self, /, *args: Any, **kwargs: Any) -> Any:
         """The plain function, whatever was recorded. Counts nothing."""
         return self._runner.run_eagerly(args, kwargs)
 
-    def explain(self, *args: Any, **kwargs: Any) -> CallDecision:
+    def explain(self, /, *args: Any, **kwargs: Any) -> CallDecision:
         """What `step(*args, **kwargs)` would do now, and why. Runs nothing and counts nothing."""
         found = self._dispatch.find(args, kwargs)
         axes = found.padded.axes if found.padded is not None else ()
@@ -69,7 +69,7 @@ class GraphedCallable:
             found.entry.shape, self._dispatch.options.recorder, None, real, rung, "; ".join(found.entry.effects)
         )
 
-    def capture(self, *args: Any, **kwargs: Any) -> CallCaptureReport:
+    def capture(self, /, *args: Any, **kwargs: Any) -> CallCaptureReport:
         """One real call, recorded now if it can be; `.output` is its answer.
 
         Raises:
@@ -158,6 +158,8 @@ class GraphedCallable:
         return self._function
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__signature__" and isinstance(self.__dict__.get("_function"), torch.nn.Module):
+            return inspect.signature(self.module)
         if name.startswith("__") or "_function" not in self.__dict__:
             raise AttributeError(name)
         if name == "module":
@@ -258,7 +260,7 @@ class GraphedModule(GraphedCallable, torch.nn.Module):
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: GraphedModule, *args: Any, **kwargs: Any) -> Any:
+    def method(self: GraphedModule, /, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         result = getattr(module, name)(*args, **kwargs)
         return self if result is module else result
@@ -307,6 +309,10 @@ def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     Raises:
         TypeError, ConfigError: an option is unknown or invalid; what is given is no plain callable.
     """
+    known = [field.name for field in fields(Options)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"segue.graph has no option {name!r}: there are {', '.join(known)}")
     checked = Options(**options)
     if function is None:
         return lambda f: graph(f, **options)
