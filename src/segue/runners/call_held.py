@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -38,23 +39,21 @@ class Held:
                     self._addresses.add(address)
             except RuntimeError:  # a wrapper around others, which lies nowhere
                 continue
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._edges: list[int] = []
+        """where what is held begins and ends, in turn"""
         for start, end in sorted(spans):
-            if self._ends and start < self._ends[-1]:  # one memory may be several storages
-                self._ends[-1] = max(self._ends[-1], end)
+            if self._edges and start < self._edges[-1]:  # one memory may be several storages
+                self._edges[-1] = max(self._edges[-1], end)
             else:
-                self._starts.append(start)
-                self._ends.append(end)
+                self._edges += start, end
 
-    def has_none_of(self, addresses: Iterable[int]) -> bool:
-        """Whether all these lie outside of what is held."""
-        starts, ends = self._starts, self._ends
-        for address in addresses:
-            at = bisect_right(starts, address)
-            if at and address < ends[at - 1]:
-                return False
-        return True
+    def has_none_of(self, addresses: Sequence[int], first: int, last: int) -> bool:
+        """Whether all these, from `first` to `last`, lie outside of what is held."""
+        edges = self._edges
+        at = bisect_right(edges, first)
+        if not at & 1 and (at == len(edges) or last < edges[at]):  # nothing that is held lies between them
+            return True
+        return not any([at & 1 for at in map(bisect_right, repeat(edges), addresses)])
 
     def marks(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
         """Of each argument the held memory that it lies in, and the held tensor that it is, or begins where that does. None
@@ -67,10 +66,10 @@ class Held:
         if not tensor.numel():
             return itself and (itself,)
         address = tensor.data_ptr()
-        if self.has_none_of((address,)):
-            return None  # an object of another address took the place of one that is gone
-        at = bisect_right(self._starts, address) - 1
-        return self._starts[at], address if address in self._addresses else None, itself
+        at = bisect_right(self._edges, address)
+        if not at & 1:  # an object that took the place of one that is gone
+            return None
+        return self._edges[at - 1], address if address in self._addresses else None, itself
 
 
 class Asking:

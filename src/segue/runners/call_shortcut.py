@@ -22,12 +22,13 @@ from segue.runners.call_store import Entry
 
 _MOST = 4
 _EVERY = 64
+_MOST_APART = 64
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A kind of call that was replayed. `apart` are the latest addresses of arguments that were found to share no memory,
-    with each other or with what was `held`."""
+    """A kind of call that was replayed. `apart` are addresses of arguments that were found to share no memory, with each
+    other or with what the callable held then, which stands before them."""
 
     look_alike: Callable[..., bool]
     extents: tuple[int, ...]
@@ -35,23 +36,27 @@ class Known:
     modes: tuple[Any, ...]
     entry: Entry
     site: Any
-    apart: list[int]
-    held: Any
+    apart: tuple[Any, set[tuple[int, ...]]]
 
     def are_apart(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """Whether no two share memory, and none is held by the callable, of tensors that look alike."""
-        addresses = list(map(_data_ptr, tensors))
+        addresses = tuple(map(_data_ptr, tensors))
         held = self.entry.held
-        if addresses == self.apart and held is self.held:
+        before, apart = self.apart
+        if held is before and addresses in apart:
             return True
-        if held is None or not held.has_none_of(addresses):
+        ordered = sorted(zip(addresses, self.extents))
+        if held is None or not held.has_none_of(addresses, ordered[0][0], ordered[-1][0]):
             return False
         end = 0
-        for start, nbytes in sorted(zip(addresses, self.extents)):
+        for start, nbytes in ordered:
             if start < end and nbytes:
                 return False
             end = start + nbytes
-        self.held, self.apart = held, addresses
+        if held is before and len(apart) < _MOST_APART:
+            apart.add(addresses)
+        else:
+            self.apart = held, {addresses}
         return True
 
 
@@ -59,7 +64,7 @@ _data_ptr, _Tensor = torch.Tensor.data_ptr, torch.Tensor
 
 
 class Shortcuts:
-    """The latest few kinds of call. Lists are replaced, never changed, so that threads need no lock."""
+    """The latest few kinds of call. Lists are replaced, never changed, and sets only grow, so that threads need no lock."""
 
     def __init__(self) -> None:
         self._known: list[Known] = []
@@ -92,7 +97,7 @@ class Shortcuts:
         look_alike = tensor_check(scan.tensors)
         extents = tuple(map(extent, scan.tensors))
         if look_alike is not None and all(extents):  # where an empty one lies says nothing
-            new = Known(look_alike, extents, device.type, modes, entry, site, [], None)
+            new = Known(look_alike, extents, device.type, modes, entry, site, (None, set()))
             self._known = [new, *[k for k in self._known if k.entry is not entry][: _MOST - 1]]
 
     def forget(self) -> None:
