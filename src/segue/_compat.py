@@ -248,6 +248,7 @@ class keeping_mode_stacks:
 
     def __enter__(self) -> None:
         self._dispatch, self._function = _dispatch_stack(), _function_stack()
+        self._caches_casts = torch.is_autocast_cache_enabled()
 
     def __exit__(self, *_: Any) -> None:
         while _dispatch_modes() > len(self._dispatch):
@@ -262,6 +263,8 @@ class keeping_mode_stacks:
             torch._C._push_on_torch_dispatch_stack(mode)
         for mode in self._function[_function_modes() :]:
             torch._C._push_on_torch_function_stack(mode)
+        if torch.is_autocast_cache_enabled() != self._caches_casts:
+            torch.set_autocast_cache_enabled(self._caches_casts)
 
 
 def num_modes() -> tuple[int, int]:

@@ -456,3 +456,35 @@ def test_a_difference_that_another_one_follows_is_none_of_being_recorded() -> No
     for _ in range(16):
         same(step(TWO), TWO * 2)
     assert step.report().replays
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_call_that_a_signal_interrupts_at_any_place_is_none_of_the_next_ones_business(is_recorded: bool) -> None:
+    met = at = 0
+
+    def ring(frame: Any, what: str, _: Any) -> None:
+        nonlocal met
+        met += what in ("call", "return")
+        if met == at:
+            sys.setprofile(None)
+            raise Late
+
+    x = torch.ones(1, 4)
+    caches = torch.is_autocast_cache_enabled()
+    for place in (*range(1, 140), *range(140, 900, 13)):  # each of those around a recording, and some of its own
+        met, at = 0, place
+        step = segue.graph(torch.nn.Linear(4, 4))
+        for _ in range(2 if is_recorded else 1):
+            step(x)
+        with suppress(Late):
+            sys.setprofile(ring)
+            try:
+                step(x)
+            finally:
+                sys.setprofile(None)
+        assert num_modes() == (0, 0) and torch.is_autocast_cache_enabled() == caches
+        for _ in range(2):
+            same(step(x), step.eager(x))
+        assert not {"capturing", "lane_busy"} & set(eager_reasons(step))
+        step.close()

@@ -103,16 +103,20 @@ class Lane:
         if not self._lock.acquire(False) and not self._wait(may_pass):
             return False
         self._owner = me
-        if self._borrowed is not None and not is_upkeep:
-            self._refuse_if_borrowed()
-        self.generation += 1
-        key = self.device.stream_key()
-        if key != self._last_key:
-            stream = self.device.current_stream()
-            if self._last_stream is not None:
-                self.device.order(self._last_stream, stream)
-            self._last_stream, self._last_key = stream, key
-        return True
+        try:
+            if self._borrowed is not None and not is_upkeep:
+                self._refuse_if_borrowed()
+            self.generation += 1
+            key = self.device.stream_key()
+            if key != self._last_key:
+                stream = self.device.current_stream()
+                if self._last_stream is not None:
+                    self.device.order(self._last_stream, stream)
+                self._last_stream, self._last_key = stream, key
+            return True
+        except BaseException:
+            self.let_go()
+            raise
 
     def _wait(self, may_pass: bool) -> bool:
         if not may_pass:
@@ -129,6 +133,12 @@ class Lane:
     def leave(self) -> None:
         self._owner = None
         self._lock.release()
+
+    def let_go(self) -> None:
+        """Leaves the lane if this thread holds it: for who was interrupted and does not know."""
+        if self.is_entered:
+            self.is_recording = False
+            self.leave()
 
     @contextmanager
     def exclusive(self, *, is_upkeep: bool = False) -> Iterator[None]:
@@ -214,7 +224,6 @@ class Lane:
     def _refuse_if_borrowed(self) -> None:
         nbytes = self._count_borrowed()
         if nbytes:
-            self.leave()
             raise ReplayError(
                 f"{format_bytes(nbytes)} of this lane's pool are still borrowed: tensors that were made while it was lent "
                 "are alive, and a replay or a capture would overwrite them. Drop them (a kept exception holds its frames' "

@@ -79,7 +79,19 @@ class CallRunner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to one call."""
-        return self._call(args, kwargs) if self._background is None else self.gated(self._call, args, kwargs)
+        is_outer = plainly_because.get() is None
+        try:
+            return self._call(args, kwargs) if self._background is None else self.gated(self._call, args, kwargs)
+        except BaseException:
+            if is_outer:
+                self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        """What this thread's call holds that an exception ended, were it by a signal's handler that raises at any place."""
+        plainly_because.set(None)
+        for site in list(self.dispatch.sites.values()):
+            site.lane.let_go()
 
     def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain function."""
