@@ -188,7 +188,7 @@ def test_eager_runs_the_whole_phase_eagerly(make: Make, rung: int) -> None:
     assert captured(runner) == [] and [key.tokens for key, _ in report.failures] == [rung]
     for size in (1, 3, 8):
         check(runner, size, None, Reason.CAPTURE_FAILED)
-    check(runner, 9, None, Reason.NOT_CAPTURED)
+    check(runner, 9, None, Reason.NO_RUNG)  # which no capture would have changed
 
 
 def test_shrink_keeps_the_smaller_shapes(make: Make) -> None:
