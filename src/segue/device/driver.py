@@ -2,10 +2,11 @@
 looking it up, and priming a graph.
 
 *Priming.* The driver runs graphs in one of two ways. After a kernel was launched with the attribute of programmatic stream
-serialization (CUDA's programmatic dependent launch), the kernels of every graph that follows come 0.09 us behind one
-another; otherwise 0.25 to 0.42 us. What is inside the graph does not matter, nor the stream; seven ordinary launches end it.
-cuBLAS' products that split their sum launch so, hence an eager pass happens to leave it on, and a program that only replays
-never has it. So a kernel that does nothing is launched so in front of a graph: `docs/how-it-works.md` has the figures.
+serialization (CUDA's programmatic dependent launch) and behind a kernel, the kernels of every graph that follows come 0.09
+us behind one another; otherwise 0.42 us. What is inside the graph does not matter, nor the stream; seven ordinary launches
+end it. cuBLAS' products that split their sum launch so, hence an eager pass may leave it on, and a program that only replays
+never has it. So two kernels that do nothing are launched in front of a large graph, the second one with the attribute, and
+that one alone in front of a graph behind a break, where a kernel came before (`benchmarks/priming.py`; H200, driver 580).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from segue._compat import current_raw_stream
 
-PRIME_FROM = 64
+PRIME_FROM = 96
 """nodes of a graph from which on the time that priming saves exceeds what its launches take"""
 PRIME_BEHIND_FROM = 12
 """the same for a graph behind a break, whose last kernel stands for the first launch"""
