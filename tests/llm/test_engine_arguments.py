@@ -36,6 +36,11 @@ MISTAKES: dict[str, tuple[Callable[[Engine], Any], type[Exception], str]] = {
     "an id": (lambda e: e.add_request([1], None, 7), TypeError, "request_id is a int"),  # type: ignore[arg-type]
     "chat text": (lambda e: e.chat("hello"), TypeError, "messages is a str"),  # type: ignore[arg-type]
     "chat texts": (lambda e: e.chat(["hello"]), TypeError, "each message must be a dict"),  # type: ignore[list-item]
+    "chat without text": (
+        lambda e: e.chat([{"role": "user", "content": None}]),  # type: ignore[dict-item]
+        TypeError,
+        "the content of a message is None; it must be text",
+    ),
     "a chat without roles": (lambda e: e.chat([{"text": "x"}]), TypeError, "role and content"),
     "a set": (lambda e: e.generate({1, 2}), TypeError, "prompts is a set"),  # type: ignore[arg-type]
     "a set in a list": (lambda e: e.generate([{1, 2}]), TypeError, "token ids .integers., not set"),

@@ -36,6 +36,9 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     for message in found:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise TypeError("each message must be a dict with role and content")
+        content = message["content"]
+        if not isinstance(content, (str, list, tuple)) and not (content is None and message.get("tool_calls")):
+            raise TypeError(f"the content of a message is {content!r:.80}; it must be text")
     return found
 
 
