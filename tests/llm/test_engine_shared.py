@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import segue
 from segue import GraphConfig, PhaseConfig
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.batch import PAGE_SIZE
@@ -98,7 +99,9 @@ def test_outside_an_engine_the_model_answers_as_before(family: str, fuse: bool) 
         model.set_attn_implementation(own)
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.config))):
             config = getattr(twin, "config", twin)
-            assert type(config) is type(plain.config) and config.to_dict() == model.config.to_dict()
+            assert config == model.config and model.config == config and config.to_dict() == model.config.to_dict()
+            assert config != plain.config and plain.config != config  # whose pad_token_id is another
+        assert type(pickle.loads(pickle.dumps(model.config))) is type(plain.config)
     for found, wanted in zip(answers(model), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -145,3 +148,46 @@ def test_a_closed_engine_is_not_entered() -> None:
     engine.close()
     with pytest.raises(Exception, match="this engine is closed"), engine:
         pass
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("graphs", [GraphConfig(), GraphConfig.off()], ids=["graphs", "eager"])
+def test_parts_of_the_model_may_be_copies_of_themselves(graphs: GraphConfig, fuse: bool) -> None:
+    model = make()
+    plain = copy.deepcopy(model)
+    prompts = [[(7 * i + j) % 500 + 2 for j in range(20 + 9 * i)] for i in range(3)]
+    expected = [expected_of(plain, prompt) for prompt in prompts]
+    with Engine(model, config_of(graphs=graphs, fuse=fuse)) as engine:
+
+        def texts() -> list[list[int]]:
+            return [list(out.token_ids) for out in engine.generate(prompts, GREEDY)]
+
+        assert texts() == expected
+        model.model.layers[1].self_attn = copy.deepcopy(model.model.layers[1].self_attn)
+        assert texts() == expected
+        model.model.layers[2].self_attn.config = copy.deepcopy(model.config)
+        assert texts() == expected
+        if not fuse:  # what is fused cannot be pickled
+            model.model.layers[0] = pickle.loads(pickle.dumps(model.model.layers[0]))
+            assert texts() == expected
+        model.model.layers[2] = copy.deepcopy(model.model.layers[0])
+        model.model.layers[2].self_attn.layer_idx = 2
+        plain.model.layers[2] = copy.deepcopy(plain.model.layers[0])
+        plain.model.layers[2].self_attn.layer_idx = 2
+        assert texts() == [expected_of(plain, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_a_model_of_an_engine_can_be_wrapped_by_itself(family: str) -> None:
+    model = make(family)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with Engine(model, config_of(fuse=True)) as engine:
+            before = text(engine)
+            step = segue.graph(lambda ids: model(ids, use_cache=False).logits)
+            for _ in range(4):
+                torch.testing.assert_close(step(ids), expected)
+            assert text(engine) == before
+        for _ in range(4):
+            torch.testing.assert_close(step(ids), expected)

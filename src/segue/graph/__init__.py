@@ -4,7 +4,7 @@ Read in this order: `breaks` (the mark), `trace` (what a watched run notes), `br
 `ownership` (what is kept alive), `recording` (capture as a transaction, replay), `guard`, `lease`.
 """
 
-from segue.graph.breaks import Call, break_graph, calling, current, eager_on_graph, is_calling
+from segue.graph.breaks import Call, break_graph, calling, current, eager_on_graph, is_calling, is_splitting
 from segue.graph.guard import CaptureGuard
 from segue.graph.recording import Recorder, Recording
 from segue.graph.trace import Trace, traced
@@ -20,5 +20,6 @@ __all__ = [
     "current",
     "eager_on_graph",
     "is_calling",
+    "is_splitting",
     "traced",
 ]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from segue.graph import current, is_calling, is_splitting
 from segue.llm.pages import NULL_PAGE, PAGE_SIZE, SCRAP_PAGE, pages_for
 from segue.llm.step_sampling import StepSampling
 
@@ -36,6 +37,7 @@ __all__ = [
     "build_batch",
     "dummy_batch",
     "fill_ids",
+    "in_engine",
     "pad_host",
     "pad_into",
     "to_device",
@@ -147,6 +149,11 @@ class ForwardBatch:
 
     def planned(self, plan: Any) -> ForwardBatch:
         return replace(self, plan=plan)
+
+
+def in_engine() -> bool:
+    """Whether an engine's batch is under way: code that a model runs then is given that batch, and no caller's tensors."""
+    return is_calling() and (is_splitting() or isinstance(current().batch, ForwardBatch))
 
 
 def build_batch(rows: Sequence[RequestRows], page_size: int = PAGE_SIZE) -> HostBatch:

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from segue._compat import without_autocast
-from segue.graph import Call, calling, current, is_calling
+from segue.graph import Call, calling, current
 from segue.llm.attention import LayerSpec, Plan, make_attention
-from segue.llm.batch import RequestRows, build_batch, to_device
+from segue.llm.batch import RequestRows, build_batch, in_engine, to_device
 from segue.llm.facts import ModelFacts
 from segue.llm.fused_parts import Attention, Layer, Mlp, Norm, Router, first_of, has_hooks, is_near
 from segue.llm.kv_cache import PagedKVCache
@@ -214,7 +214,7 @@ def _replace(module: nn.Module, part: Any) -> None:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_calling() and part.takes(args, kwargs):
+        if in_engine() and part.takes(args, kwargs):
             return part.fused(*args, **kwargs)
         return original(*args, **kwargs)
 
@@ -255,7 +255,7 @@ def _fuse_rotary(module: Any, max_positions: int, seen: _Seen, report: FusionRep
     table = torch.cat((cos, sin), -1)
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        if not is_calling() or position_ids.shape[0] != 1 or x.dtype != table.dtype:
+        if not in_engine() or position_ids.shape[0] != 1 or x.dtype != table.dtype:
             return original(x, position_ids)
         rows = F.embedding(position_ids[0], table)[None]
         return rows[..., :size], rows[..., size:]

@@ -26,6 +26,7 @@ from segue.errors import CaptureOutOfMemory, SegueError
 from segue.llm import sizing
 from segue.llm.arguments import check_type
 from segue.llm.attention import AttentionChoice
+from segue.llm.attention_switch import switch_attention
 from segue.llm.config import Sizes, bytes_per_page, check_pages, resized, settle_sizes, used_fraction
 from segue.llm.engine_config import EngineConfig
 from segue.llm.facts import ModelFacts
@@ -111,6 +112,7 @@ class Lifecycle(ABC):
     def _prepare_model(self) -> None:
         """Fuses what is fused, from the weights as they are now. A model that several engines run is fused for all of them,
         once one of them wants it, by whoever first sees that it must be; the others find that done."""
+        switch_attention(self._model)  # parts of it may be new
         sharing = [engine for engine in _open_engines if engine is not self and engine._model is self._model]
         done = next((engine for engine in sharing if engine._fused_at is not None and engine._fused_at.hold()), None)
         wants = self.config.fuse is True or (self.config.fuse == "auto" and self.device.kind == "cuda")

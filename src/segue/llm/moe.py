@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from segue.errors import ConfigError
-from segue.graph import current, is_calling
+from segue.graph import current
+from segue.llm.batch import in_engine
 from segue.llm.experts import OURS, experts_modules
 from segue.llm.kernels import has_triton
 from segue.llm.kernels.reference import activation_of
@@ -156,7 +157,7 @@ def _pairs(experts: Any, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _num_tokens() -> torch.Tensor | None:
-    return current().batch.num_tokens if is_calling() else None
+    return current().batch.num_tokens if in_engine() else None
 
 
 def _combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,9 @@ class CallDispatch:
                 entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries)), key=key))
             marks = None if entry.held is None else entry.held.marks(call.tensors)
             if marks is not None:
-                entry = site.store.variant(entry, marks)
+                base, entry = entry, site.store.variant(entry, marks)
+                if self.is_frozen and entry.graph is None and entry.reason is not Reason.ALIASED_INPUTS:
+                    entry = base  # whose recording was made for calls of this kind
         except Exception as error:  # an argument cannot be compared with that of another call
             return _eagerly(Reason.UNHASHABLE_ARGUMENT, _text(error))
         if has_grad and entry.graph is None and self._has_trained_parameters():

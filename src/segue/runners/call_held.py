@@ -91,6 +91,9 @@ class Asking:
         return is_another or _without_tensors(recording.output) != self._answer
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
 def _without_tensors(output: Any) -> Any:
     leaves, spec = flatten(output)
-    return spec, [None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+    return spec, [repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves]

@@ -30,6 +30,7 @@ _ELSEWHERE = "a parameter, buffer or tensor that it reads lies elsewhere now, or
 _HYSTERESIS = 2
 _AGE_AFTER = 256
 _MOST_RECENT = 1024
+_MOST_VARIANTS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,8 @@ class Entry:
     """the entry of calls that look the same, where of this one's an argument is a tensor that the callable holds"""
     held: Held | None = None
     """those tensors, once a recording was to be made; the base knows them"""
+    num_variants: int = 0
+    """of the base: entries for particular tensors that the callable holds"""
 
     def refuse(self, reason: Reason, detail: str) -> None:
         """Remembers why there is no recording, and for how many calls."""
@@ -135,10 +138,22 @@ class CallStore:
         return self.entries.setdefault(key, entry)
 
     def variant(self, base: Entry, marks: tuple[Any, ...]) -> Entry:
-        """The entry of calls that look as those of `base` do and have arguments that the callable holds."""
-        key = base.key, marks
-        found = self.entries.get(key)
-        return self.add(key, Entry(base.shape, key=key, base=base)) if found is None else found
+        """The entry of calls that look as those of `base` do and have arguments that the callable holds. The first few such
+        tensors have one each, all others share one: a callable that keeps many (a state for each of its users) does not ask
+        which it is given. It is not recorded where one of the few showed that the callable asks."""
+        for which in (marks, tuple([mark is not None for mark in marks])):
+            found = self.entries.get((base.key, which))
+            if found is not None:
+                return found
+            if which is not marks or base.num_variants < _MOST_VARIANTS:
+                break
+        base.num_variants += 1
+        made = self.add((base.key, which), Entry(base.shape, key=(base.key, which), base=base))
+        if which is not marks:
+            asked = [e for e in list(self.entries.values()) if e.base is base and e.reason is Reason.ALIASED_INPUTS]
+            if asked:
+                made.refuse(Reason.ALIASED_INPUTS, asked[0].detail)
+        return made
 
     def note_cold(self, entry: Entry) -> None:
         """Counts a call that was not replayed; all counts age with these."""
