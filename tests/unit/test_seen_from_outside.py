@@ -25,7 +25,9 @@ from torch.utils.data import Subset, TensorDataset
 import segue
 from call_support import eager_reasons, same
 from segue._compat import num_modes
+from segue.errors import ReplayError
 from segue.graph.guard import is_capturing
+from segue.memory import lane as lanes
 
 NULL = torch.zeros(4)
 POOL = [torch.full((4,), float(n)) for n in range(3)]
@@ -493,3 +495,58 @@ def test_a_call_that_a_signal_interrupts_at_any_place_is_none_of_the_next_ones_b
             same(step(x), step.eager(x))
         assert not {"capturing", "lane_busy"} & set(eager_reasons(step))
         step.close()
+
+
+def replayed(step: Any, lane: lanes.Lane) -> None:
+    with torch.no_grad():
+        step(TWO)
+
+
+def held(step: Any, lane: lanes.Lane) -> None:
+    with lane.exclusive():
+        pass
+
+
+def measured(step: Any, lane: lanes.Lane) -> None:
+    assert lane.reserved_bytes >= 0
+
+
+@pytest.mark.parametrize(("event", "name"), [("c_return", "acquire"), ("c_call", "release")])
+@pytest.mark.parametrize("use", [replayed, held, measured])
+def test_a_lane_is_nobodys_after_a_signal_interrupted_who_takes_or_leaves_it(
+    event: str, name: str, use: Callable[[Any, lanes.Lane], None]
+) -> None:
+    def ring(frame: Any, what: str, called: Any) -> None:
+        if what == event and called.__name__ == name and frame.f_code.co_filename == lanes.__file__:
+            sys.setprofile(None)
+            raise Late
+
+    step = segue.graph(torch.sin)
+    for _ in range(4):
+        step(TWO)
+    (site,) = step._dispatch.sites.values()
+    done: list[str] = []
+
+    def interrupted() -> None:
+        try:
+            sys.setprofile(ring)
+            use(step, site.lane)
+        except Late:
+            done.append("interrupted")
+        finally:
+            sys.setprofile(None)
+        again()
+
+    def again() -> None:
+        with torch.no_grad(), site.lane.exclusive(), pytest.raises(ReplayError, match="inside another one"):
+            site.lane.enter()
+        with torch.no_grad():
+            same(step(TWO), TWO.sin())
+        done.append("used")
+
+    for run in (interrupted, again):
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(10)
+    assert done == ["interrupted", "used", "used"]
+    assert step.report().replays == 4 + (use is replayed and event == "c_call")

@@ -15,7 +15,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,6 @@ from segue.graph.guard import lent
 from segue.memory.loan import Loan
 from segue.observe.report import format_bytes
 
-_this_thread = threading.get_ident
 PATIENCE_S = 5e-3
 """how long a body of the thread that holds the lane is waited for"""
 STUCK_S = 10.0
@@ -46,8 +45,9 @@ class Lane:
         self.generation = 0
         """counts captures and replays; a lease is valid for one generation"""
         self._pools: list[Pool] = []
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.RLock()
+        """alone knows who holds the lane: what stood beside it would be wrong where a signal's handler raises in between"""
+        self._is_mine: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._last_stream: Any = None
         self._last_key: int | None = None
         self._passes = 0
@@ -74,12 +74,14 @@ class Lane:
     @property
     def reserved_bytes(self) -> int:
         """Asked from anywhere; waits for a capture or replay of another thread, but not for a break's body."""
-        is_locked = not self.is_entered and self._wait(may_pass=True)
+        is_inner = self._is_mine()
         try:
+            if not is_inner:
+                self._wait(may_pass=True)
             return sum(pool.state().reserved_bytes for pool in self._pools)
         finally:
-            if is_locked:
-                self._lock.release()
+            if not is_inner:
+                self.let_go()
 
     @property
     def num_graphs(self) -> int:
@@ -94,15 +96,13 @@ class Lane:
         Raises:
             ReplayError: this thread is already inside this lane; or tensors of it are borrowed (see `lend`).
         """
-        me = _this_thread()
-        if self._owner == me:
+        if self._is_mine():
             raise ReplayError(
                 "a recording was captured or replayed inside another one of the same lane; give the inner callable a "
                 "lane of its own, or call it where its caller is recorded as well"
             )
         if not self._lock.acquire(False) and not self._wait(may_pass):
             return False
-        self._owner = me
         try:
             if self._borrowed is not None and not is_upkeep:
                 self._refuse_if_borrowed()
@@ -131,27 +131,32 @@ class Lane:
         return True
 
     def leave(self) -> None:
-        self._owner = None
-        self._lock.release()
+        try:
+            self._lock.release()
+        except BaseException:  # a handler's, before the release or after it
+            self.let_go()
+            raise
 
     def let_go(self) -> None:
         """Leaves the lane if this thread holds it: for who was interrupted and does not know."""
-        if self.is_entered:
+        while self._is_mine():
             self.is_recording = False
             self.leave()
 
     @contextmanager
     def exclusive(self, *, is_upkeep: bool = False) -> Iterator[None]:
-        self.enter(is_upkeep=is_upkeep)
+        is_inner = self._is_mine()  # and refused
         try:
+            self.enter(is_upkeep=is_upkeep)
             yield
         finally:
-            self.leave()
+            if not is_inner:
+                self.let_go()
 
     @property
     def is_entered(self) -> bool:
         """Whether this thread holds the lane."""
-        return self._owner == _this_thread()
+        return self._is_mine()
 
     @contextmanager
     def capture_pass(self) -> Iterator[None]:
