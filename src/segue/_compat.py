@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -192,6 +193,19 @@ def never_compiled(function: F) -> F:
     except (ImportError, TypeError):  # another version: at worst Dynamo reads them
         pass
     return function
+
+
+def asking_frame(frame: FrameType) -> FrameType | None:
+    """Of the function written in Python that asks function modes; `frame` is their handler's caller. None: it is one of
+    torch's written in C++."""
+    asking = frame.f_back if frame.f_code is _HANDLES else None
+    while asking is not None and asking.f_code.co_name in _ASKING_FOR_OTHERS:
+        asking = asking.f_back
+    return asking
+
+
+_HANDLES = torch.overrides.handle_torch_function.__code__
+_ASKING_FOR_OTHERS = ("_unique_torch_function", "_unique_consecutive_torch_function")
 
 
 def without_torch_function() -> Any:

@@ -25,6 +25,7 @@ from torch.utils.data import Subset, TensorDataset
 import segue
 from call_support import eager_reasons, same
 from segue._compat import num_modes
+from segue.device.watch import HostReads
 from segue.errors import ReplayError
 from segue.graph.guard import is_capturing
 from segue.memory import lane as lanes
@@ -550,3 +551,97 @@ def test_a_lane_is_nobodys_after_a_signal_interrupted_who_takes_or_leaves_it(
         thread.join(10)
     assert done == ["interrupted", "used", "used"]
     assert step.report().replays == 4 + (use is replayed and event == "c_call")
+
+
+# -- wrappers around functions of torch's that are written in Python ----------------------------------------------------
+
+
+def doubled(old: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: old(*args, **kwargs) * 2
+
+
+def shifted(old: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(old)
+    def new(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return old(x - 1, *args, **kwargs) + 3
+
+    return new
+
+
+class Counting:
+    def __init__(self, old: Callable[..., Any]) -> None:
+        self.old = old
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.old(*args, **kwargs) + 5
+
+
+def several(old: Callable[..., Any]) -> Callable[..., Any]:
+    return doubled(shifted(Counting(functools.partial(doubled(old)))))
+
+
+WRAPPED: dict[str, tuple[Any, str, Callable[[torch.Tensor], Any]]] = {
+    "softmax": (F, "softmax", lambda x: F.softmax(x, -1)),
+    "softmax of a module": (F, "softmax", torch.nn.Softmax(-1)),
+    "relu": (F, "relu", lambda x: F.relu(x)),
+    "silu": (F, "silu", lambda x: F.silu(x)),
+    "gelu": (F, "gelu", lambda x: F.gelu(x)),
+    "layer_norm": (F, "layer_norm", lambda x: F.layer_norm(x, (4,), eps=1e-3)),
+    "normalize": (F, "normalize", lambda x: F.normalize(x, dim=-1)),
+    "interpolate": (F, "interpolate", lambda x: F.interpolate(x, scale_factor=2.0)),
+    "max_pool1d": (F, "max_pool1d", lambda x: F.max_pool1d(x, 2, stride=1)),
+    "norm": (torch, "norm", lambda x: torch.norm(x, dim=1)),
+    "einsum": (torch, "einsum", lambda x: shifting_einsum(x)),
+    "Tensor.norm": (torch.Tensor, "norm", lambda x: x.norm(dim=1)),
+    "Tensor.add": (torch.Tensor, "add", lambda x: x.add(x, alpha=3)),
+    "Tensor.__rsub__": (torch.Tensor, "__rsub__", lambda x: 3 - x),
+}
+
+
+def shifting_einsum(x: torch.Tensor) -> torch.Tensor:
+    return torch.einsum(x, [0, 1, 2], x, [0, 2, 3], [0, 1, 3])  # written so, it takes a tensor first
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("wrap", [doubled, shifted, several, Counting])
+@pytest.mark.parametrize("case", WRAPPED)
+def test_a_wrapper_around_a_function_of_torchs_wraps_once(
+    case: str, wrap: Callable[..., Any], is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name, function = WRAPPED[case]
+    if module is torch.Tensor and wrap is Counting:
+        pytest.skip("it would be no method")
+    is_named = isinstance(function, types.FunctionType) and module is not torch.Tensor  # so that a change of it is noticed
+    x = torch.randn(2, 4, 4)
+    step = segue.graph(function)
+    if is_late:
+        for n in range(4 if is_named else 1):
+            same(step(x + n), function(x + n))
+    monkeypatch.setattr(module, name, wrap(getattr(module, name)))
+    for n in range(5):
+        same(step(x + n), function(x + n))
+    assert step.report().replays >= 3
+    monkeypatch.undo()
+    for n in range(5 if is_named and wrap is not Counting else 0):
+        same(step(x + n), function(x + n))
+
+
+def test_a_function_of_torchs_may_take_the_place_of_another_one_that_is_still_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    relu = F.relu
+    monkeypatch.setattr(F, "relu", F.leaky_relu)
+    step = segue.graph(lambda x: (relu(x), F.relu(x), torch.unique(torch.ones(3))))
+    x = torch.randn(4)
+    for n in range(5):
+        same(step(x - n), (relu(x - n), F.leaky_relu(x - n), torch.ones(1)))
+
+
+@pytest.mark.parametrize("name", ["tolist", "__repr__", "__array__", "cpu"])
+def test_a_read_is_seen_through_a_wrapper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, called = getattr(torch.Tensor, name), []
+    monkeypatch.setattr(torch.Tensor, name, lambda *args, **kwargs: (called.append(name), old(*args, **kwargs))[1])
+    read = []
+    with HostReads(read.append):
+        getattr(ONE, name)()
+    assert read[:1] == [f"Tensor.{name}"] and len(read) == len(called) == 1

@@ -11,18 +11,29 @@ package. It walks frames with a dictionary of code objects already judged (half 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Callable
-from types import CodeType, FrameType, TracebackType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    TracebackType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from segue._compat import TorchDispatchMode, never_compiled, run_composite, without_torch_function
+from segue._compat import TorchDispatchMode, asking_frame, never_compiled, run_composite, without_torch_function
 from segue.device.operations import Operation, operation, tensors
 
 Location = tuple[CodeType, int]
@@ -151,9 +162,46 @@ def _reading_functions() -> dict[Any, str]:
         "tolist", "numpy", "__array__", "cpu", "__repr__", "__format__", "__dlpack__", "__deepcopy__", "__reduce_ex__",
         "apply_", "map_", "map2_",
     )  # fmt: skip
-    reading: dict[Any, str] = {getattr(torch.Tensor, name): f"Tensor.{name}" for name in names}
+    kinds = torch.Tensor.__mro__[:2]
+    reading: dict[Any, str] = {getattr(kind, n): f"Tensor.{n}" for kind in kinds for n in names if hasattr(kind, n)}
+    reading |= {func.__code__: name for func, name in reading.items() if isinstance(func, FunctionType)}
     reading[vars(torch.Tensor.__mro__[1])["grad"].__get__] = GRAD
     return reading | {torch.tensor_split: _SPLIT, torch.Tensor.tensor_split: _SPLIT}
+
+
+_BUILT_IN = frozenset((
+    BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType, OpOverload, OpOverloadPacket,
+))  # fmt: skip
+"""what torch's functions are that are not written in Python"""
+
+
+def _asking(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, asking: FrameType | None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
+    """Torch's functions tell a mode what their name holds, which is a wrapper that has called them already where somebody
+    has put one there: to call it would wrap twice. Here is what asks in its place, as it was called."""
+    if asking is None:
+        name = None if _is_torchs(func) else next((n for n, held in vars(torch.Tensor).items() if held is func), None)
+        return (func if name is None else getattr(torch.Tensor.__mro__[1], name, func)), args, kwargs
+    code = asking.f_code
+    named = asking.f_globals.get(code.co_name), vars(torch.Tensor).get(code.co_name)
+    if not any([held is func for held in named]) and (_is_torchs(func) or not code.co_filename.startswith(_TORCH)):
+        return func, args, kwargs
+    held, names = asking.f_locals, code.co_varnames
+    num, last = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
+    given, by_name = [held[n] for n in names[:num]], {n: held[n] for n in names[num:last]}
+    if code.co_flags & inspect.CO_VARARGS:
+        given += held[names[last]]
+        last += 1
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        by_name |= held[names[last]]
+    cells = tuple([CellType(held[n]) if n in held else CellType() for n in code.co_freevars])
+    return FunctionType(code, asking.f_globals, code.co_name, None, cells), tuple(given), by_name
+
+
+def _is_torchs(func: Any) -> bool:
+    code = getattr(func, "__code__", None)
+    return isinstance(code, CodeType) and code.co_filename.startswith(_TORCH)
 
 
 class HostReads(TorchFunctionMode):
@@ -169,7 +217,13 @@ class HostReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = self._names.get(func)
+        key = func
+        if type(func) not in _BUILT_IN:
+            asking = asking_frame(sys._getframe(1))
+            if asking is None or getattr(func, "__code__", None) is not asking.f_code:
+                func, args, kwargs = _asking(func, args, kwargs, asking)
+            key = getattr(func, "__code__", func)
+        name = self._names.get(key)
         if name is not None and (name != _SPLIT or any(isinstance(a, torch.Tensor) for a in args[1:])):
             self._on_read(name)
         return func(*args, **(kwargs or {}))
