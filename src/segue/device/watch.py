@@ -218,7 +218,7 @@ class HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         key = func
-        if type(func) not in _BUILT_IN:
+        if type(func) not in _BUILT_IN and not torch.compiler.is_compiling():  # Dynamo, which reads this, knows no frames
             asking = asking_frame(sys._getframe(1))
             if asking is None or getattr(func, "__code__", None) is not asking.f_code:
                 func, args, kwargs = _asking(func, args, kwargs, asking)
