@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from segue.backends.base import of_recording
+from segue.backends.base import own_driver_bytes
 from segue.device import Device, MemoryReading
 from segue.memory.lane import Lane
 from segue.memory.ledger import Balance, ledger_of
@@ -127,4 +127,4 @@ def test_the_table_is_at_most_120_columns_wide(lane: Lane) -> None:
 
 @pytest.mark.parametrize(("taken", "nodes", "own"), [(-4, 10, 0), (0, 10, 0), (20, 2, 20), (5, 200, 5), (8000, 16, 34)])
 def test_what_another_process_took_meanwhile_is_not_the_recordings(taken: int, nodes: int, own: int) -> None:
-    assert of_recording(taken * MIB, nodes) == own * MIB
+    assert own_driver_bytes(taken * MIB, nodes) == own * MIB

@@ -109,7 +109,7 @@ class RecordingBackend(Backend):
             breaks=len(recording.breaks),
             nodes=recording.nodes,
             pool_bytes=recording.pool_bytes,
-            driver_bytes=of_recording(taken, recording.nodes or 0) if lane.device.kind == "cuda" else 0,
+            driver_bytes=own_driver_bytes(taken, recording.nodes or 0) if lane.device.kind == "cuda" else 0,
             output_bytes=sum(leaf.nbytes for leaf in flatten(recording.output)[0] if isinstance(leaf, torch.Tensor)),
             warmup_s=trace.seconds,
             capture_s=recording.capture_s,
@@ -121,7 +121,7 @@ class RecordingBackend(Backend):
 _MOST_BYTES, _MOST_BYTES_A_NODE = 32 << 20, 128 << 10
 
 
-def of_recording(taken: int, nodes: int) -> int:
+def own_driver_bytes(taken: int, nodes: int) -> int:
     """Driver bytes of a recording, of those that the device lost meanwhile. The driver counts for all processes, and another
     one may have allocated: what is beyond any recording (9 to 15 KiB a node were seen, 130 KiB a segment) is not its own."""
     return min(max(taken, 0), _MOST_BYTES + nodes * _MOST_BYTES_A_NODE)

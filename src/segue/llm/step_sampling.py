@@ -49,7 +49,7 @@ class StepSampling(NamedTuple):
         return StepSampling(self.variant, self.numbers[:rows], self.integers[:rows])
 
 
-def pad_into(numbers: np.ndarray, integers: np.ndarray, sampling: StepSampling | None) -> None:
+def pad_sampling_into(numbers: np.ndarray, integers: np.ndarray, sampling: StepSampling | None) -> None:
     """Writes what a step's rows ask for; rows that ask for nothing take their likeliest token."""
     real = 0
     if sampling is not None:

@@ -65,13 +65,17 @@ class Entry:
     held: Held | None = None
     """those tensors, once a recording was to be made; the base knows them"""
     num_variants: int = 0
-    """of the base: entries for particular tensors that the callable holds"""
+    """of the base: entries for tensors that the callable holds"""
+    asks: bool = False
+    """of the base: whether one of these was refused, since a copy would be treated otherwise"""
 
     def refuse(self, reason: Reason, detail: str) -> None:
         """Remembers why there is no recording, and for how many calls."""
         self.reason, self.detail = reason, detail
         self.wait = min(FIRST_RETRY << self.failures, LAST_RETRY)
         self.failures += 1
+        if reason is Reason.ALIASED_INPUTS and self.base is not None:
+            self.base.asks = True
 
     def hurry(self, min_hits: int) -> None:
         """The next call is recorded, whatever was refused before."""
@@ -140,20 +144,15 @@ class CallStore:
     def variant(self, base: Entry, marks: tuple[Any, ...]) -> Entry:
         """The entry of calls that look as those of `base` do and have arguments that the callable holds. The first few such
         tensors have one each, all others share one: a callable that keeps many (a state for each of its users) does not ask
-        which it is given. It is not recorded where one of the few showed that the callable asks."""
-        for which in (marks, tuple([mark is not None for mark in marks])):
-            found = self.entries.get((base.key, which))
-            if found is not None:
-                return found
-            if which is not marks or base.num_variants < _MOST_VARIANTS:
-                break
-        base.num_variants += 1
-        made = self.add((base.key, which), Entry(base.shape, key=(base.key, which), base=base))
-        if which is not marks:
-            asked = [e for e in list(self.entries.values()) if e.base is base and e.reason is Reason.ALIASED_INPUTS]
-            if asked:
-                made.refuse(Reason.ALIASED_INPUTS, asked[0].detail)
-        return made
+        which it is given. Of one that was seen to ask, each has its own."""
+        key = base.key, marks
+        if key not in self.entries and base.num_variants >= _MOST_VARIANTS and not base.asks:
+            key = base.key, tuple([mark is not None for mark in marks])
+        found = self.entries.get(key)
+        if found is None:
+            base.num_variants += 1
+            found = self.add(key, Entry(base.shape, key=key, base=base))
+        return found
 
     def note_cold(self, entry: Entry) -> None:
         """Counts a call that was not replayed; all counts age with these."""

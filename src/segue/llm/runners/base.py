@@ -22,8 +22,7 @@ from segue.inputs import PackedInputs, Padding, Slot
 from segue.llm.attention import Attention, StaticPlan
 from segue.llm.batch import BatchArrays, BatchTensors, ForwardBatch, HostBatch, dummy_batch, fill_ids, pad_into, to_device
 from segue.llm.pages import pages_for
-from segue.llm.step_sampling import NUM_INTEGERS, NUM_NUMBERS, StepSampling, chosen, covering
-from segue.llm.step_sampling import pad_into as pad_sampling_into
+from segue.llm.step_sampling import NUM_INTEGERS, NUM_NUMBERS, StepSampling, chosen, covering, pad_sampling_into
 from segue.observe.decision import Decision
 from segue.runners import Live, Runner, Settings
 from segue.shapes.key import ShapeKey
