@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import segue
 from segue.backends import make_backend
 from segue.backends.base import GraphReplay
 from segue.device import get_device
 from segue.device.driver import PRIME_FROM, primer
+from segue.llm.attention import LayerSpec, Needs, choose_attention
+from segue.llm.batch import RequestRows, build_batch, to_device
+from segue.llm.kv_cache import PagedKVCache
+from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
 from segue.memory.lane import Lane
 from segue.shapes.key import ShapeKey
 
@@ -60,6 +65,40 @@ def test_the_primer_waits_for_what_came_before_and_what_follows_waits_for_that()
         seen = total[-1:].clone()
         made.behind()
         assert seen.item() == number
+
+
+def test_a_prepared_extend_waits_for_what_came_before_and_primes_what_follows() -> None:
+    tokens, heads, kv_heads, dim = 24, 8, 2, 64
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    pages = list(range(NUM_RESERVED_PAGES, NUM_RESERVED_PAGES + pages_for(tokens)))
+    cache = PagedKVCache(1, pages[-1] + 1, kv_heads, dim, dtype, device)
+    needs = Needs(heads, kv_heads, dim, dim, dtype)
+    plan = (
+        choose_attention("triton", needs, device)
+        .make(cache)
+        .static_plan(ShapeKey("prefill", tokens, requests=1, context=tokens))
+    )
+    plan.update(to_device(build_batch([RequestRows([0] * tokens, 0, pages)]), device))
+    spec = LayerSpec(0, dim**-0.5)
+    q, k, v = (torch.zeros(tokens, n, dim, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    out = torch.empty_like(q)
+    weights = torch.randn(4096, 4096, device=device) / 64
+    with torch.inference_mode():
+        plan.run(q, k, v, spec, None, out)
+        again = plan.prepared(q, k, v, spec, None, out)
+        assert again is not None and again.primes is True
+        for _ in range(30):
+            slow = weights
+            for _ in range(4):
+                slow = slow @ weights  # what the launches must wait for
+            for x in (q, k, v):
+                x.copy_(torch.randn(x.shape, device=device) + slow[0, 0])
+            again()
+            found = out.clone()
+            assert torch.equal(found, plan.run(q, k, v, spec, None, torch.empty_like(out)))
+            heads_of_q = [x.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (k, v)]
+            expected = F.scaled_dot_product_attention(q.transpose(0, 1), *heads_of_q, is_causal=True).transpose(0, 1)
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_graphs_worth_it_are_primed_and_an_environment_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

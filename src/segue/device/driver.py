@@ -133,11 +133,14 @@ class Primer(NamedTuple):
     behind: Callable[[], None]
 
 
+def can_serialize(device: int) -> bool:
+    """Whether launches there may have the attribute. Not where the environment variable SEGUE_PRIME is 0."""
+    return os.environ.get("SEGUE_PRIME") != "0" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
 def primer(device: int) -> Primer | None:
-    """None where the hardware or the driver cannot, and where the environment variable SEGUE_PRIME is 0."""
-    if os.environ.get("SEGUE_PRIME") == "0" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        return None
-    functions = _functions(device)
+    """None where the hardware or the driver cannot."""
+    functions = _functions(device) if can_serialize(device) else None
     if functions is None:
         return None
     before, prime = (

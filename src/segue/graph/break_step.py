@@ -74,6 +74,11 @@ class Break:
             return self.tensors
         return tensors([flatten(named[name])[0] for name in names])
 
+    @property
+    def primes(self) -> bool:
+        """Whether what its replays launch primes the graph behind it."""
+        return getattr(self._prepared, "primes", False)
+
     def _named(self) -> dict[str, Any] | None:
         """The arguments by parameter; None where the signature cannot be read."""
         try:

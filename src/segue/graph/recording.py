@@ -92,7 +92,7 @@ class Recording:
         for at, step in enumerate(steps):
             prime = None if isinstance(step, Break) else step.primer(is_first=at == 0)
             if prime is not None:
-                self._calls.append(prime)
+                self._calls.append(_unless_primed(steps[at - 1], prime))
             self._calls.append(ranged(_step_name(at, step), step.replay) if wants_ranges() else step.replay)
 
     @property
@@ -142,6 +142,17 @@ class Recording:
 
 def _step_name(at: int, step: DeviceGraph | Break) -> str:
     return f"segue {at} {step.mark.name if isinstance(step, Break) else 'segment'}"
+
+
+def _unless_primed(before: DeviceGraph | Break, prime: Callable[[], None]) -> Callable[[], None]:
+    if not isinstance(before, Break):
+        return prime
+
+    def run() -> None:
+        if not before.primes:
+            prime()
+
+    return run
 
 
 def _closed() -> None:

@@ -14,6 +14,9 @@ who was last. It sets the counter back to zero for the next launch.
 from ``query_start[r] // BLOCK_Q + r``, which leaves each enough of them without any table made on the host. Padding is
 what a request after the last would own; its rows become zeros.
 
+*Dependent* (programmatic dependent launch): write and extend may be launched before what came before them is over, and
+wait for it themselves. A launch that is not made so waits for nothing there.
+
 Scores are kept in base 2. A key that is masked is never loaded: stale pages may hold NaN, and 0 x NaN is NaN.
 """
 
@@ -44,8 +47,11 @@ def write_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One program a token: K and V into their slot. Padding is not written."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(num_tokens_ptr):
         return
@@ -267,8 +273,11 @@ def extend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """``q[T, heads, DIM]`` -> ``out[T, heads, VALUE_DIM]``, over a cache that holds the new tokens already."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the tiles with the most keys come last, and are begun first
     slots = tl.arange(0, BLOCK_R)

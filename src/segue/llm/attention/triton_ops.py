@@ -15,8 +15,9 @@ import torch
 import triton
 
 from segue._compat import current_device, is_observed
+from segue.device.driver import can_serialize
 from segue.llm.attention.triton_kernels import decode_kernel, extend_kernel, write_kernel
-from segue.llm.kernels.launch import Launch
+from segue.llm.kernels.launch import Launch, Prepared
 
 NO_WINDOW = 1 << 30
 _NOTHING = nullcontext()
@@ -119,14 +120,22 @@ def prepared_extend(
     launches = [prepared for launch in _extend_launches(q, k, v, *others) if (prepared := launch.prepared()) is not None]
     if len(launches) < (1 if k is None else 2):
         return None
-    device, held = q.device.index, (q, k, v, *others)
+    return _PreparedExtend(launches, q.device.index, (q, k, v, *others))
 
-    def run(held: tuple[Any, ...] = held) -> None:
-        with _NOTHING if current_device() == device else torch.cuda.device(device):
-            for launch in launches:
+
+class _PreparedExtend:
+    """Its launches, in turn. `primes`: the last one, behind another, leaves the graph that follows primed."""
+
+    def __init__(self, launches: list[Prepared], device: int, held: tuple[Any, ...]) -> None:
+        self._launches = [launch.run for launch in launches]
+        self._device = device
+        self._held = held
+        self.primes = len(launches) > 1 and launches[-1].is_serialized
+
+    def __call__(self) -> None:
+        with _NOTHING if current_device() == self._device else torch.cuda.device(self._device):
+            for launch in self._launches:
                 launch()
-
-    return run  # a function that called itself would keep the cache until the garbage collector runs
 
 
 def _extend_launches(
@@ -185,7 +194,7 @@ def extend_constants(
         "BLOCK_N": _keys(EXTEND_KEYS_BYTES, dim, element_size),
         "BLOCK_R": max(_REQUESTS, triton.next_power_of_2(requests + 1)),
         "HAS_WINDOW": has_window, "HAS_SOFTCAP": has_softcap, "HAS_SINKS": has_sinks,
-        "STAGES": EXTEND_STAGES, "num_warps": 8 if block_q * block_g > 64 else 4,
+        "STAGES": EXTEND_STAGES, "IS_DEPENDENT": _can_depend(device), "num_warps": 8 if block_q * block_g > 64 else 4,
     }  # fmt: skip
 
 
@@ -196,7 +205,7 @@ def _write(
     constants = {
         "K_WIDTH": kv_heads * dim, "V_WIDTH": kv_heads * value_dim, "DIM": dim, "VALUE_DIM": value_dim,
         "BLOCK_K": triton.next_power_of_2(kv_heads * dim), "BLOCK_V": triton.next_power_of_2(kv_heads * value_dim),
-        "num_warps": 4,
+        "IS_DEPENDENT": _can_depend(k.device), "num_warps": 4,
     }  # fmt: skip
     strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
     return Launch(write_kernel, (k.shape[0],), (k, v, k_cache, v_cache, slots, count, *strides), constants)
@@ -261,6 +270,12 @@ def _num_processors(device: torch.device) -> int:
     if device.type == "cpu":
         return _PROCESSORS_OF_A_CPU
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _can_depend(device: torch.device) -> bool:
+    """Whether kernels there can wait by themselves for what came before them."""
+    return device.type == "cuda" and can_serialize(device.index)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

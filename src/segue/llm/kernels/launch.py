@@ -23,6 +23,13 @@ _NEEDS = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profi
 _MOST = 4096  # launches that are remembered; whole numbers vary with the batch
 
 
+class Prepared(NamedTuple):
+    """A launch to be made again. `is_serialized`: with the attribute that primes (`device.driver`)."""
+
+    run: Callable[[], None]
+    is_serialized: bool
+
+
 class Launcher:
     """Decorates a kernel: `kernel(grid, *arguments, **constants_and_options)`."""
 
@@ -44,19 +51,24 @@ class Launcher:
             compiled, rest = found
             compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
-    def prepared(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Callable[[], None] | None:
+    def prepared(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Prepared | None:
         """A launch that was made before, for as long as its tensors live where they are: it holds their addresses alone.
-        None where Triton has not compiled it (the interpreter never does)."""
+        None where Triton has not compiled it (the interpreter never does). A kernel whose constant `IS_DEPENDENT` says that
+        it waits by itself is launched serialized."""
         found = self._found.get(_key(arguments, constants))
         if found is None:
             return None
         compiled, rest = found
         whole = (*grid, 1, 1)[:3]
         values = [*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments], *rest]
-        return _by_the_driver(compiled, arguments[0].device.index, whole, values) or partial(compiled[whole], *values)
+        is_dependent = constants.get("IS_DEPENDENT", False)
+        launch = _by_the_driver(compiled, arguments[0].device.index, whole, values, is_serialized=is_dependent)
+        return Prepared(partial(compiled[whole], *values), False) if launch is None else Prepared(launch, is_dependent)
 
 
-def _by_the_driver(compiled: Any, device: int, grid: Sequence[int], values: Sequence[Any]) -> Callable[[], None] | None:
+def _by_the_driver(
+    compiled: Any, device: int, grid: Sequence[int], values: Sequence[Any], *, is_serialized: bool
+) -> Callable[[], None] | None:
     """The launch without Triton's way to the driver, which takes as long again. None where the kernel needs more than its
     arguments, or takes others than Triton's signature says (the driver is asked)."""
     told = compiled.metadata
@@ -71,9 +83,8 @@ def _by_the_driver(compiled: Any, device: int, grid: Sequence[int], values: Sequ
     cells += [c_void_p() for _ in sizes[len(cells) :]]  # scratch memory, of which it needs none
     if [sizeof(cell) for cell in cells] != sizes:
         return None
-    return kernel_launch(
-        compiled.function, device, grid, told.num_warps * told.target.warp_size, told.shared, cells, compiled
-    )
+    threads = told.num_warps * told.target.warp_size
+    return kernel_launch(compiled.function, device, grid, threads, told.shared, cells, compiled, is_serialized=is_serialized)
 
 
 def _key(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
@@ -92,5 +103,5 @@ class Launch(NamedTuple):
     def run(self) -> None:
         self.kernel(self.grid, *self.arguments, **self.constants)
 
-    def prepared(self) -> Callable[[], None] | None:
+    def prepared(self) -> Prepared | None:
         return self.kernel.prepared(self.grid, *self.arguments, **self.constants)
