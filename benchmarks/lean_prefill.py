@@ -28,6 +28,7 @@ from segue.device import get_device
 from segue.llm.attention import LayerSpec, Needs, choose_attention
 from segue.llm.batch import RequestRows, build_batch, to_device
 from segue.llm.bench.measure import interleaved
+from segue.llm.kernels.launch import Launches
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
 from segue.memory.lane import Lane
@@ -49,7 +50,8 @@ class Paged:
         self._spec = LayerSpec(0, shape.head_dim**-0.5)
 
     def _prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Any:
-        return self._plan.prepared(q, k, v, self._spec, None, out.view(q.shape))
+        launches = self._plan.prepared(q, k, v, self._spec, None, out.view(q.shape))
+        return None if launches is None else Launches(launches, q.device.index)
 
     @segue.eager_on_graph(prepare=_prepared)
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from segue.device import get_device
 from segue.device.driver import PRIME_FROM, primer
 from segue.llm.attention import LayerSpec, Needs, choose_attention
 from segue.llm.batch import RequestRows, build_batch, to_device
+from segue.llm.kernels.launch import Launches
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import NUM_RESERVED_PAGES, pages_for
 from segue.memory.lane import Lane
@@ -85,8 +86,10 @@ def test_a_prepared_extend_waits_for_what_came_before_and_primes_what_follows() 
     weights = torch.randn(4096, 4096, device=device) / 64
     with torch.inference_mode():
         plan.run(q, k, v, spec, None, out)
-        again = plan.prepared(q, k, v, spec, None, out)
-        assert again is not None and again.primes is True
+        launches = plan.prepared(q, k, v, spec, None, out)
+        assert launches is not None
+        again = Launches(launches, 0)
+        assert again.primes
         for _ in range(30):
             slow = weights
             for _ in range(4):

@@ -16,6 +16,7 @@ from attention_support import Form, Request, Scene
 from segue.config import GraphSupport
 from segue.errors import ConfigError
 from segue.llm.attention import ATTENTIONS, Attention, AttentionChoice, choose_attention
+from segue.llm.kernels.launch import Launches
 from segue.shapes.key import ShapeKey
 
 NAMES = [name for name in ATTENTIONS if name != "auto"]
@@ -244,7 +245,8 @@ def test_a_prepared_run_serves_other_batches_as_a_run_does(arm: tuple[str, str],
             scene.cache.write(0, step.batch.slot_mapping, k, v)
         if prepared is None:
             found = plan.run(q, *new, scene.spec, scene.sinks, out)
-            prepared = plan.prepared(q, *new, scene.spec, scene.sinks, out)
+            launches = plan.prepared(q, *new, scene.spec, scene.sinks, out)
+            prepared = None if launches is None else Launches(launches, 0)
         else:
             prepared()
             found = out

@@ -268,8 +268,9 @@ def test_rotating_is_near_the_reference(
     weights = (None, None) if norm is None else (rand(dim), rand(dim))
     slots = torch.randperm(40, device=DEVICE, generator=make)[:rows].int()
     caches = [[torch.zeros(40, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2)] for _ in range(2)]
-    got = triton_kernels.rotate_into(qkv, cos, sin, *weights, 1e-6, bool(norm), slots, *caches[0])
-    expected = reference.rotate_into(qkv, cos, sin, *weights, 1e-6, bool(norm), slots, *caches[1])
+    got, expected = torch.empty(2, rows, heads, dim, dtype=dtype, device=DEVICE)
+    triton_kernels.rotate_into(qkv, cos, sin, *weights, 1e-6, bool(norm), slots, got, *caches[0])
+    reference.rotate_into(qkv, cos, sin, *weights, 1e-6, bool(norm), slots, expected, *caches[1])
     close = {"atol": 3e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 4e-2, "rtol": 2e-2}
     torch.testing.assert_close(got, expected, **close)
     for one, other in zip(*caches, strict=True):

@@ -86,6 +86,7 @@ class _NotingPlan:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.cache = plan.cache
+        self.prepares = plan.prepares
         self.asked: dict[int, tuple[LayerSpec, torch.Tensor | None]] = {}
 
     def run(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from segue.graph import current
-from segue.llm.attention import LayerSpec, paged_attention
+from segue.llm.attention import LayerSpec, paged_attention, rotated_attention
 from segue.llm.kernels.reference import activation_of
 from segue.llm.kv_cache import PagedKVCache
 
@@ -311,11 +311,16 @@ class Attention:
         cos, sin = position_embeddings
         batch, spec, pair = current().batch, self._spec, self._norms
         cache: PagedKVCache = batch.plan.cache
-        q = torch.ops.segue.rotate_into(
+        keys, values = cache.keys[spec.layer], cache.values[spec.layer]
+        kv_heads, dim = keys.shape[1:]
+        q = qkv.new_empty(qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim)
+        rotation = (
             qkv, cos[0], sin[0], None if pair is None else pair[0].weight, None if pair is None else pair[1].weight,
-            0.0 if pair is None else pair[0].eps, pair is not None and pair[0].adds_one,
-            batch.slot_mapping, cache.keys[spec.layer], cache.values[spec.layer],
+            0.0 if pair is None else pair[0].eps, pair is not None and pair[0].adds_one, batch.slot_mapping, q, keys, values,
         )  # fmt: skip
+        if batch.plan.prepares:
+            return rotated_attention(*rotation, *spec, self._sinks).flatten(1)
+        torch.ops.segue.rotate_into(*rotation)
         return paged_attention(q, None, None, *spec, self._sinks).flatten(1)
 
     @property

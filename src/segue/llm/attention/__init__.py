@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from segue.llm.attention.base import Attention, LayerSpec, Needs, Plan, StaticPl
 from segue.llm.attention.selection import ATTENTIONS, AttentionChoice, choose_attention, make_attention, needs_of
 from segue.llm.attention_switch import ATTENTION
 from segue.llm.checkpoints import require_extra
+from segue.llm.kernels import prepared_rotation
+from segue.llm.kernels.launch import Launches, Prepared
 
 __all__ = [
     "ATTENTIONS",
@@ -26,14 +27,23 @@ __all__ = [
     "needs_of",
     "paged_attention",
     "register",
+    "rotated_attention",
 ]
 
+_ROTATION = 11
+"""arguments of `rotate_into`; the queries, keys and values come last"""
 
-def _prepared(
+
+def _launches(
     q: Any, k: Any, v: Any, layer: int, scaling: float, window: int | None, softcap: float | None, sinks: Any, out: Any
-) -> Callable[[], None] | None:
+) -> list[Prepared] | None:
     plan: Plan = current().batch.plan
     return plan.prepared(q, k, v, LayerSpec(layer, scaling, window, softcap), sinks, out)
+
+
+def _prepared(q: torch.Tensor, *others: Any, out: torch.Tensor) -> Launches | None:
+    attend = _launches(q, *others, out)
+    return None if attend is None else Launches(attend, q.device.index)
 
 
 @eager_on_graph(static=("layer", "scaling", "window", "softcap"), prepare=_prepared)
@@ -52,6 +62,39 @@ def paged_attention(
     a recording gives the memory that its next segment reads."""
     plan: Plan = current().batch.plan
     return plan.run(q, k, v, LayerSpec(layer, scaling, window, softcap), sinks, out)
+
+
+def _prepared_with_rotation(*given: Any, out: torch.Tensor) -> Launches | None:
+    rotation, q = given[:_ROTATION], given[_ROTATION - 3]
+    rotate, attend = prepared_rotation(*rotation), _launches(q, None, None, *given[_ROTATION:], out)
+    return None if rotate is None or attend is None else Launches([*rotate, *attend], q.device.index)
+
+
+@eager_on_graph(static=("eps", "adds_one", "layer", "scaling", "window", "softcap"), prepare=_prepared_with_rotation)
+def rotated_attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    adds_one: bool,
+    slots: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same behind `rotate_into`, which leaves the rotated queries in `q`: two kernels of one break, of which the second
+    primes the graph that follows."""
+    torch.ops.segue.rotate_into(qkv, cos, sin, q_weight, k_weight, eps, adds_one, slots, q, keys, values)
+    plan: Plan = current().batch.plan
+    return plan.run(q, None, None, LayerSpec(layer, scaling, window, softcap), sinks, out)
 
 
 def register() -> None:

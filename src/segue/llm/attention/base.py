@@ -14,13 +14,13 @@ eagerly. What it reads of the live batch comes from `segue.current().batch`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from segue.config import GraphSupport
 from segue.llm.batch import ForwardBatch
+from segue.llm.kernels.launch import Prepared
 from segue.llm.kv_cache import PagedKVCache
 from segue.shapes.key import ShapeKey
 
@@ -51,6 +51,8 @@ class Plan(Protocol):
     """Attention for one batch. Writes K and V of all real rows, then attends; rows of padding may hold anything finite."""
 
     cache: PagedKVCache
+    prepares: bool = False
+    """Whether `prepared` may answer: then a fused model's rotation is part of the break too."""
 
     def run(
         self,
@@ -76,8 +78,8 @@ class Plan(Protocol):
         spec: LayerSpec,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
-    ) -> Callable[[], None] | None:
-        """What does as `run` has done with these tensors, for every later batch of the plan; None where nothing can."""
+    ) -> list[Prepared] | None:
+        """Launches that do as `run` has done with these tensors, for every later batch; None where there are none."""
         return None
 
 

@@ -8,7 +8,6 @@ they agree bit for bit on the same padded batch. K and V of padded tokens are no
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from importlib.util import find_spec
 from os import environ
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from segue.config import GraphSupport
 from segue.llm.attention.base import Attention, LayerSpec, Needs, Plan, StaticPlan
 from segue.llm.attention.bound import BoundBatch
 from segue.llm.batch import ForwardBatch
+from segue.llm.kernels.launch import Prepared
 from segue.llm.kv_cache import PagedKVCache
 from segue.shapes.key import ShapeKey
 
@@ -71,6 +71,7 @@ class _TritonPlan(StaticPlan):
         self._ops = triton_ops
         self.cache = cache
         self._is_decode = is_decode
+        self.prepares = not is_decode  # whose splits leave their sums in memory that is made at each call
         self._bound: BoundBatch | None = None
 
     def update(self, batch: ForwardBatch) -> None:
@@ -113,9 +114,9 @@ class _TritonPlan(StaticPlan):
         spec: LayerSpec,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
-    ) -> Callable[[], None] | None:
-        if self._is_decode:
-            return None  # its splits leave their sums in memory that is made at each call
+    ) -> list[Prepared] | None:
+        if not self.prepares:
+            return None
         tensors, bound, numbers = self._arguments(q, k, v, spec, sinks, out)
         return self._ops.prepared_extend(*tensors, *bound, *numbers)
 

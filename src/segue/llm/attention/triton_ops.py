@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import triton
 
-from segue._compat import current_device, is_observed
-from segue.device.driver import can_serialize
+from segue._compat import is_observed
 from segue.llm.attention.triton_kernels import decode_kernel, extend_kernel, write_kernel
-from segue.llm.kernels.launch import Launch, Prepared
+from segue.llm.kernels.launch import Launch, Prepared, can_depend, prepared_launches
 
 NO_WINDOW = 1 << 30
-_NOTHING = nullcontext()
 MAX_SPLITS = 64
 _LOG2_E = 1.4426950408889634
 PROGRAMS_PER_PROCESSOR = 2
@@ -111,31 +109,11 @@ def _extend(q: torch.Tensor, *others: Any) -> None:
             launch.run()
 
 
-def prepared_extend(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *others: Any
-) -> Callable[[], None] | None:
-    """What launches an extend again that has run, and holds its tensors; None where that cannot be prepared."""
+def prepared_extend(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *others: Any) -> list[Prepared] | None:
+    """The launches of an extend that has run, to be made again; None where that cannot be prepared."""
     if not all(x is None or x.stride(-1) == 1 for x in (q, k, v)):
         return None  # what is not dense is copied first, to another place each time
-    launches = [prepared for launch in _extend_launches(q, k, v, *others) if (prepared := launch.prepared()) is not None]
-    if len(launches) < (1 if k is None else 2):
-        return None
-    return _PreparedExtend(launches, q.device.index, (q, k, v, *others))
-
-
-class _PreparedExtend:
-    """Its launches, in turn. `primes`: the last one, behind another, leaves the graph that follows primed."""
-
-    def __init__(self, launches: list[Prepared], device: int, held: tuple[Any, ...]) -> None:
-        self._launches = [launch.run for launch in launches]
-        self._device = device
-        self._held = held
-        self.primes = len(launches) > 1 and launches[-1].is_serialized
-
-    def __call__(self) -> None:
-        with _NOTHING if current_device() == self._device else torch.cuda.device(self._device):
-            for launch in self._launches:
-                launch()
+    return prepared_launches(_extend_launches(q, k, v, *others))
 
 
 def _extend_launches(
@@ -194,7 +172,7 @@ def extend_constants(
         "BLOCK_N": _keys(EXTEND_KEYS_BYTES, dim, element_size),
         "BLOCK_R": max(_REQUESTS, triton.next_power_of_2(requests + 1)),
         "HAS_WINDOW": has_window, "HAS_SOFTCAP": has_softcap, "HAS_SINKS": has_sinks,
-        "STAGES": EXTEND_STAGES, "IS_DEPENDENT": _can_depend(device), "num_warps": 8 if block_q * block_g > 64 else 4,
+        "STAGES": EXTEND_STAGES, "IS_DEPENDENT": can_depend(device), "num_warps": 8 if block_q * block_g > 64 else 4,
     }  # fmt: skip
 
 
@@ -205,7 +183,7 @@ def _write(
     constants = {
         "K_WIDTH": kv_heads * dim, "V_WIDTH": kv_heads * value_dim, "DIM": dim, "VALUE_DIM": value_dim,
         "BLOCK_K": triton.next_power_of_2(kv_heads * dim), "BLOCK_V": triton.next_power_of_2(kv_heads * value_dim),
-        "IS_DEPENDENT": _can_depend(k.device), "num_warps": 4,
+        "IS_DEPENDENT": can_depend(k.device), "num_warps": 4,
     }  # fmt: skip
     strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
     return Launch(write_kernel, (k.shape[0],), (k, v, k_cache, v_cache, slots, count, *strides), constants)
@@ -270,12 +248,6 @@ def _num_processors(device: torch.device) -> int:
     if device.type == "cpu":
         return _PROCESSORS_OF_A_CPU
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.cache
-def _can_depend(device: torch.device) -> bool:
-    """Whether kernels there can wait by themselves for what came before them."""
-    return device.type == "cuda" and can_serialize(device.index)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

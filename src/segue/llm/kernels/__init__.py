@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from segue.llm.kernels import reference
+from segue.llm.kernels.launch import Prepared, prepared_launches
 
-__all__ = ["ACTIVATIONS", "has_triton"]
+__all__ = ["ACTIVATIONS", "has_triton", "prepared_rotation"]
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
@@ -55,11 +57,11 @@ _SCHEMAS = {
     "pairs_up": "(Tensor x, Tensor index, Tensor? num_tokens, Tensor weight, str activation) -> Tensor",
     # x[T * k, F], weight[E, N, F], weights[T, k] -> the weighted sum of each token's results [T, N]
     "pairs_down": "(Tensor x, Tensor index, Tensor? num_tokens, Tensor weight, Tensor weights) -> Tensor",
-    # qkv[T, (heads + 2 kv_heads) * D], cos and sin [T, R] -> q[T, heads, D]; K and V go to their slots of the cache. The
+    # qkv[T, (heads + 2 kv_heads) * D], cos and sin [T, R] go to q[T, heads, D], K and V to their slots of the cache. The
     # first R of D dimensions are rotated.
     "rotate_into": (
         "(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, bool adds_one, "
-        "Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor"
+        "Tensor slots, Tensor(a!) q, Tensor(b!) keys, Tensor(c!) values) -> ()"
     ),
 }
 
@@ -91,3 +93,12 @@ def _on_cuda(name: str) -> None:
 
 for _name in _SCHEMAS:
     _on_cuda(_name)
+
+
+def prepared_rotation(qkv: torch.Tensor, *others: Any) -> list[Prepared] | None:
+    """The launch of a `rotate_into` that has run, to be made again; None where that cannot be prepared."""
+    if qkv.device.type != "cuda" or not has_triton():
+        return None
+    from segue.llm.kernels import triton_kernels
+
+    return prepared_launches([triton_kernels.rotation(qkv, *others)])

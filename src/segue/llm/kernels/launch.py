@@ -9,17 +9,20 @@ can be prepared: then nothing is looked up at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from ctypes import c_float, c_int32, c_int64, c_void_p, sizeof
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from segue.device.driver import kernel_launch, kernel_parameters
+from segue._compat import current_device
+from segue.device.driver import can_serialize, kernel_launch, kernel_parameters
 
 _ALIGNMENT = 16  # bytes that Triton specialises addresses on
 _TYPES: dict[str, Any] = {"*": c_void_p, "i32": c_int32, "i64": c_int64, "fp32": c_float}
 _NEEDS = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
+_NOTHING = nullcontext()
 _MOST = 4096  # launches that are remembered; whole numbers vary with the batch
 
 
@@ -27,6 +30,7 @@ class Prepared(NamedTuple):
     """A launch to be made again. `is_serialized`: with the attribute that primes (`device.driver`)."""
 
     run: Callable[[], None]
+    arguments: tuple[Any, ...]
     is_serialized: bool
 
 
@@ -52,9 +56,9 @@ class Launcher:
             compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
     def prepared(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Prepared | None:
-        """A launch that was made before, for as long as its tensors live where they are: it holds their addresses alone.
-        None where Triton has not compiled it (the interpreter never does). A kernel whose constant `IS_DEPENDENT` says that
-        it waits by itself is launched serialized."""
+        """A launch that was made before, with the same arguments, which it holds. None where Triton has not compiled it (the
+        interpreter never does). A kernel whose constant `IS_DEPENDENT` says that it waits by itself is launched serialized.
+        """
         found = self._found.get(_key(arguments, constants))
         if found is None:
             return None
@@ -63,7 +67,9 @@ class Launcher:
         values = [*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments], *rest]
         is_dependent = constants.get("IS_DEPENDENT", False)
         launch = _by_the_driver(compiled, arguments[0].device.index, whole, values, is_serialized=is_dependent)
-        return Prepared(partial(compiled[whole], *values), False) if launch is None else Prepared(launch, is_dependent)
+        if launch is None:
+            return Prepared(partial(compiled[whole], *values), arguments, False)
+        return Prepared(launch, arguments, is_dependent)
 
 
 def _by_the_driver(
@@ -105,3 +111,30 @@ class Launch(NamedTuple):
 
     def prepared(self) -> Prepared | None:
         return self.kernel.prepared(self.grid, *self.arguments, **self.constants)
+
+
+@cache
+def can_depend(device: torch.device) -> bool:
+    """Whether kernels there can wait by themselves for what came before them (programmatic dependent launch)."""
+    return device.type == "cuda" and can_serialize(device.index)
+
+
+def prepared_launches(launches: Sequence[Launch]) -> list[Prepared] | None:
+    """All of them, or None where one cannot be prepared."""
+    found = [launch.prepared() for launch in launches]
+    return None if None in found else [prepared for prepared in found if prepared is not None]
+
+
+class Launches:
+    """Prepared launches, made in turn. `primes`: the last one, behind another, leaves the graph that follows primed."""
+
+    def __init__(self, prepared: Sequence[Prepared], device: int) -> None:
+        self._launches = [launch.run for launch in prepared]
+        self._arguments = [launch.arguments for launch in prepared]
+        self._device = device
+        self.primes = len(prepared) > 1 and prepared[-1].is_serialized
+
+    def __call__(self) -> None:
+        with _NOTHING if current_device() == self._device else torch.cuda.device(self._device):
+            for launch in self._launches:
+                launch()

@@ -159,9 +159,10 @@ def rotate_into(
     eps: float,
     adds_one: bool,
     slots: torch.Tensor,
+    out: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-) -> torch.Tensor:
+) -> None:
     kv_heads, dim = keys.shape[1:]
     heads = qkv.view(qkv.shape[0], -1, dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
@@ -170,7 +171,7 @@ def rotate_into(
     index = slots.to(torch.int64)
     keys.index_copy_(0, index, _rotated(k, cos, sin))
     values.index_copy_(0, index, v)
-    return _rotated(q, cos, sin)
+    out.copy_(_rotated(q, cos, sin))
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

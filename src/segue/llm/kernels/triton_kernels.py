@@ -3,6 +3,8 @@ specialise on, so a kernel is compiled once a model, in its first warm-up."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 from segue.llm.kernels import reference
 from segue.llm.kernels.activation_triton import ACTIVATION_CODES, activated
 from segue.llm.kernels.experts_triton import experts_down, experts_up, pairs_down, pairs_up
-from segue.llm.kernels.launch import Launcher
+from segue.llm.kernels.launch import Launch, Launcher
 from segue.llm.kernels.routing_triton import combine, pairs_by_expert, route
 
 __all__ = [
@@ -152,7 +154,11 @@ def _rotate_kernel(
         tl.store(to_v + more[None], rest_in, mask=is_v[:, None] & is_more[None])
 
 
-def rotate_into(
+def rotate_into(qkv: torch.Tensor, *others: Any) -> None:
+    rotation(qkv, *others).run()
+
+
+def rotation(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -161,21 +167,22 @@ def rotate_into(
     eps: float,
     adds_one: bool,
     slots: torch.Tensor,
+    q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-) -> torch.Tensor:
+) -> Launch:
     kv_heads, dim = keys.shape[1:]
-    rows, half = qkv.shape[0], cos.shape[1] // 2
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    grid = (triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM), rows)
-    _rotate_kernel(
-        grid, qkv, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
+    (rows, heads, _), half = q.shape, cos.shape[1] // 2
+    arguments = (
+        qkv, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
         slots, keys, values, q, qkv.stride(0), cos.stride(0), heads, kv_heads, eps,
-        HAS_NORM=q_weight is not None, ADDS_ONE=adds_one, DIM=dim, HALF=half, BLOCK=triton.next_power_of_2(half),
-        REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, HEADS=_HEADS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
-    return q
+    constants = {
+        "HAS_NORM": q_weight is not None, "ADDS_ONE": adds_one, "DIM": dim, "HALF": half,
+        "BLOCK": triton.next_power_of_2(half),
+        "REST": triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, "HEADS": _HEADS_PER_PROGRAM, "num_warps": 4,
+    }  # fmt: skip
+    return Launch(_rotate_kernel, (triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM), rows), arguments, constants)
 
 
 @Launcher
