@@ -132,7 +132,7 @@ def test_a_held_argument_that_is_not_asked_after_is_replayed() -> None:
     for _ in range(5):
         same(step(x, model.extra), model(x, model.extra))
     same(step(x, model.null), model(x, model.null))
-    assert step.report().replays == 7
+    assert step.report().replays == 6  # the new one took the place of the other: one call more until it is recorded
 
 
 def test_capturing_a_call_with_a_held_argument_reports_its_own_recording() -> None:

@@ -24,6 +24,7 @@ from types import (
     CodeType,
     FunctionType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -94,6 +95,21 @@ class Attributes:
         self._attributes[key] = value
 
 
+class Slots:
+    """The attributes of an object that lie in slots."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, owner: Any) -> None:
+        self._object = owner
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self._object, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        object.__setattr__(self._object, key, value)
+
+
 class Link(NamedTuple):
     """`container[key]` was `value`. `parent` is the link that led to the container, None at the callable itself."""
 
@@ -126,6 +142,8 @@ class Reach:
         """what no change could be noticed in, and why"""
         self._follows_breaks = follows_breaks
         self._seen: set[int] = set()
+        self._classes: set[type] = set()
+        """whose constants were found"""
         self._queue: deque[tuple[Any, int, int | None, str]] = deque([(root, 0, None, "")])
         for other in others:
             self._follow(other, 0, None, "an argument")
@@ -136,6 +154,12 @@ class Reach:
         """Every tensor found: those of modules, and those that links lead to."""
         found = [t for m in self.modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         return found + [link.value for link in self.links if isinstance(link.value, torch.Tensor)]
+
+    def pool_of(self, link: Link) -> str | None:
+        """What the container is called that an item is linked from; None for what is no item: an attribute, a name."""
+        if type(link.container) is tuple and id(link.container) not in self._seen:  # of a set, or a key
+            return link.label
+        return None if link.parent is None or id(link.container) not in self._seen else self.links[link.parent].label
 
     def generators(self) -> list[torch.Generator]:
         return list({id(link.value): link.value for link in self.links if isinstance(link.value, torch.Generator)}.values())
@@ -188,6 +212,9 @@ class Reach:
             if depth <= 1:
                 self.own.append(value)
             self._visit_items(value, value, depth, parent, label)
+            for key in islice(value, _MAX_ITEMS):
+                if isinstance(key, torch.Tensor):
+                    self._follow(key, depth, parent, label)
         elif isinstance(value, (list, tuple, deque)):
             if depth == 1 and not isinstance(value, tuple) and all(isinstance(item, _STRUCTURE) for item in value):
                 self.own.append(value)
@@ -204,6 +231,7 @@ class Reach:
                 if depth == 0:
                     self.spaces.append(attributes)
                 self._visit_items(attributes, attributes, depth, parent, label or type(value).__name__)
+            self._visit_items(Slots(value), _in_slots(value), depth, parent, label or type(value).__name__)
             self._visit_class(type(value), depth, parent)
 
     def _visit_module(self, module: torch.nn.Module, depth: int, parent: int | None, label: str) -> None:
@@ -231,7 +259,7 @@ class Reach:
             self._visit_items(Attributes(attributes), found, depth, parent, label)
 
     def _visit_class(self, kind: type, depth: int, parent: int | None) -> None:
-        """What the methods of a user's class name, and tensors that are class attributes."""
+        """What the methods of a user's class name, and its constants."""
         for base in kind.__mro__:
             if is_library(base.__module__) or id(base) in self._seen or depth > _MAX_CODE_DEPTH:
                 continue
@@ -240,8 +268,16 @@ class Reach:
                 value = _function_of(value)
                 if isinstance(value, FunctionType):
                     self._follow(value, depth if name in ("forward", "__call__") else max(depth, 1), parent, name)
-                elif isinstance(value, torch.Tensor):
-                    self._link(vars(base), name, value, max(depth, 1), parent, f"{base.__name__}.{name}")
+        self._visit_constants(kind, depth, parent)
+
+    def _visit_constants(self, kind: type, depth: int, parent: int | None) -> None:
+        """Tensors that are attributes of a user's class."""
+        for base in kind.__mro__:
+            if not is_library(base.__module__) and base not in self._classes:
+                self._classes.add(base)
+                for name, value in list(vars(base).items()):
+                    if isinstance(value, torch.Tensor):
+                        self._link(vars(base), name, value, max(depth, 1), parent, f"{base.__name__}.{name}")
 
     def _visit_function(self, function: FunctionType, depth: int, parent: int | None) -> None:
         if depth > _MAX_CODE_DEPTH:
@@ -300,7 +336,9 @@ class Reach:
         if depth and isinstance(value, ModuleType):
             return
         self.links.append(Link(container, key, value, parent, label, depth == 0))
-        if not isinstance(value, _OPAQUE):
+        if isinstance(value, type):
+            self._visit_constants(value, depth + 1, len(self.links) - 1)
+        elif not isinstance(value, _OPAQUE):
             self._queue.append((value, depth + 1, len(self.links) - 1, label))
 
     def _follow(self, value: Any, depth: int, parent: int | None, label: str) -> None:
@@ -358,6 +396,11 @@ def leads_to_tensors(value: Any, depth: int = 4, budget: list[int] | None = None
 def _is_array_of_objects(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype == object and value.size <= _MAX_ITEMS
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    names = [n for base in type(value).__mro__ for n, v in vars(base).items() if isinstance(v, MemberDescriptorType)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _function_of(value: Any) -> Any:

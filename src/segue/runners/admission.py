@@ -159,10 +159,9 @@ def admit(
             raise _Refused(Reason.UNSAFE_EFFECTS, f"{detail}: change it inside the break, or pass the value to it")
     if admission.reason is not None:
         return admission, None
-    handles = set(map(storage_handle, inputs))
-    for handle in handles:
-        trace.externals.pop(handle, None)
-    asking = None if entry.base is None else Asking(handles, output)
+    handles = list(map(storage_handle, inputs))
+    read = {handle for handle in handles if trace.externals.pop(handle, None) is not None}
+    asking = None if entry.base is None else Asking(handles, read, output)
 
     def complete() -> None:
         with _refusing(admission):
@@ -177,7 +176,7 @@ def admit(
 def held_by(function: Callable[..., Any], origin: Callable[..., Any], scan: Scan) -> Held | None:
     """The tensors that the callable, bodies of breaks and plain arguments reach; None where they cannot be read."""
     try:
-        return Held(_searching(function, origin, scan)(follows_breaks=True).tensors())
+        return Held(_searching(function, origin, scan)(follows_breaks=True))
     except Exception:  # a container of the user's
         return None
 

@@ -136,9 +136,7 @@ class CallDispatch:
                 entry = site.store.add(key, Entry(shape_key(call, padded, len(site.store.entries)), key=key))
             marks = None if entry.held is None else entry.held.marks(call.tensors)
             if marks is not None:
-                base, entry = entry, site.store.variant(entry, marks)
-                if self.is_frozen and entry.graph is None and entry.reason is not Reason.ALIASED_INPUTS:
-                    entry = base  # whose recording was made for calls of this kind
+                entry = site.store.variant(entry, marks)
         except Exception as error:  # an argument cannot be compared with that of another call
             return _eagerly(Reason.UNHASHABLE_ARGUMENT, _text(error))
         if has_grad and entry.graph is None and self._has_trained_parameters():
@@ -172,7 +170,7 @@ class CallDispatch:
         graph = entry.graph
         if graph is None:
             is_frozen = self.is_frozen and not entry.wait
-            return (Reason.NOT_CAPTURED, "step.freeze() was called") if is_frozen else (entry.reason, entry.detail)
+            return (Reason.NOT_CAPTURED, entry.without_capture) if is_frozen else (entry.reason, entry.detail)
         assert found.scan is not None
         if not graph.audit.holds():
             return Reason.REBOUND, ""

@@ -226,7 +226,7 @@ class CallRunner:
             elif entry.seen + 1 < self.options.min_hits:
                 is_due, reason, detail = False, entry.reason, entry.detail
             elif self.dispatch.is_frozen:
-                is_due, reason, detail = False, Reason.NOT_CAPTURED, "step.freeze() was called"
+                is_due, reason, detail = False, Reason.NOT_CAPTURED, entry.without_capture
             else:
                 is_due = site.store.has_room(entry)
                 reason, detail = Reason.OVER_BUDGET, "busier shapes hold all of max_graphs"
@@ -304,7 +304,7 @@ class CallRunner:
             if entry.pending is not admission or self.dispatch.is_closed:
                 return
             if self.dispatch.is_frozen:
-                entry.pending, entry.reason, entry.detail = None, Reason.NOT_CAPTURED, "step.freeze() was called"
+                entry.pending, entry.reason, entry.detail = None, Reason.NOT_CAPTURED, entry.without_capture
                 return
             token = plainly_because.set(Reason.CAPTURING)
             try:

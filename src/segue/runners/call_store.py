@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from segue.memory.lane import Lane
 from segue.observe.decision import Decision, Reason
 from segue.runners.call_graph import CallGraph
-from segue.runners.call_held import Held
+from segue.runners.call_held import Held, Mark
 from segue.shapes.key import ShapeKey
 
 FIRST_RETRY = 64
@@ -30,7 +30,7 @@ _ELSEWHERE = "a parameter, buffer or tensor that it reads lies elsewhere now, or
 _HYSTERESIS = 2
 _AGE_AFTER = 256
 _MOST_RECENT = 1024
-_MOST_VARIANTS = 4
+_MOST_OF_A_POOL = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -64,10 +64,10 @@ class Entry:
     """the entry of calls that look the same, where of this one's an argument is a tensor that the callable holds"""
     held: Held | None = None
     """those tensors, once a recording was to be made; the base knows them"""
-    num_variants: int = 0
-    """of the base: entries for tensors that the callable holds"""
+    pools: dict[Any, set[Any]] = field(default_factory=dict)
+    """of the base: by argument and container that the callable holds, the items that have entries of their own"""
     asks: bool = False
-    """of the base: whether one of these was refused, since a copy would be treated otherwise"""
+    """of the base: whether an entry of a held tensor was refused, since a copy would be treated otherwise"""
 
     def refuse(self, reason: Reason, detail: str) -> None:
         """Remembers why there is no recording, and for how many calls."""
@@ -88,6 +88,12 @@ class Entry:
         self.rebounds += 1
         self.reason, self.detail = Reason.REBOUND, detail
         self.wait = 1 if self.rebounds < _MANY_REBOUNDS else min(8 << (self.rebounds - _MANY_REBOUNDS), LAST_RETRY)
+
+    @property
+    def without_capture(self) -> str:
+        """Why there is no recording once `step.freeze()` was called."""
+        held = "; an argument is a tensor that the callable holds, so such calls need a recording of their own"
+        return f"step.freeze() was called{'' if self.base is None else held}"
 
     @property
     def is_idle(self) -> bool:
@@ -141,18 +147,20 @@ class CallStore:
                 self.forgotten_replays += 0 if forgotten is None else forgotten.replays
         return self.entries.setdefault(key, entry)
 
-    def variant(self, base: Entry, marks: tuple[Any, ...]) -> Entry:
-        """The entry of calls that look as those of `base` do and have arguments that the callable holds. The first few such
-        tensors have one each, all others share one: a callable that keeps many (a state for each of its users) does not ask
-        which it is given. Of one that was seen to ask, each has its own."""
-        key = base.key, marks
-        if key not in self.entries and base.num_variants >= _MOST_VARIANTS and not base.asks:
-            key = base.key, tuple([mark is not None for mark in marks])
-        found = self.entries.get(key)
-        if found is None:
-            base.num_variants += 1
-            found = self.add(key, Entry(base.shape, key=key, base=base))
-        return found
+    def variant(self, base: Entry, marks: tuple[Mark | None, ...]) -> Entry:
+        """The entry of calls that look as those of `base` do and have arguments that the callable holds: one for each, but
+        of items of one container given as the same argument only the first few have their own. A callable that keeps many
+        (a state for each of its users) does not ask which it is given; where it was seen to, these have too."""
+        key = base.key, tuple([mark and self._shared(base, at, mark) for at, mark in enumerate(marks)])
+        return self.entries.get(key) or self.add(key, Entry(base.shape, key=key, base=base))
+
+    def _shared(self, base: Entry, argument: int, mark: Mark) -> Any:
+        if mark.pool is None or base.asks:
+            return mark
+        own = base.pools.setdefault((argument, mark.pool), set())
+        if len(own) < _MOST_OF_A_POOL:
+            own.add(mark)
+        return mark if mark in own else mark.pool
 
     def note_cold(self, entry: Entry) -> None:
         """Counts a call that was not replayed; all counts age with these."""

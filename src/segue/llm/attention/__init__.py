@@ -34,11 +34,10 @@ _ROTATION = 11
 """arguments of `rotate_into`; the queries, keys and values come last"""
 
 
-def _launches(
-    q: Any, k: Any, v: Any, layer: int, scaling: float, window: int | None, softcap: float | None, sinks: Any, out: Any
-) -> list[Prepared] | None:
+def _launches(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *others: Any) -> list[Prepared] | None:
     plan: Plan = current().batch.plan
-    return plan.prepared(q, k, v, LayerSpec(layer, scaling, window, softcap), sinks, out)
+    *spec, sinks, out = others
+    return plan.prepared(q, k, v, LayerSpec(*spec), sinks, out)
 
 
 def _prepared(q: torch.Tensor, *others: Any, out: torch.Tensor) -> Launches | None:
