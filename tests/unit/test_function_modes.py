@@ -162,8 +162,26 @@ def asked(decorate: Callable[[Any], Any]) -> dict[str, Callable[[torch.Tensor], 
     } | ({} if decorate is Counting else {"method": lambda x: Holder().method(x, factor=3.0)})
 
 
+@timed
+def popping(x: torch.Tensor, **kwargs: Any) -> Any:
+    factor = kwargs.pop("factor", 1.0)
+    if has_torch_function_unary(x):
+        return handle_torch_function(popping, (x,), x, factor=factor, **kwargs)
+    return x * factor
+
+
+@doubled
+def deleting(x: torch.Tensor, factor: float = 1.0) -> Any:
+    kept = factor
+    del factor
+    if has_torch_function_unary(x):
+        return handle_torch_function(deleting, (x,), x, kept)
+    return x * kept
+
+
 OFFSETS = {"one": 1.0}
 ASKED = {f"{decorate.__name__} {name}": f for decorate in (timed, doubled, Counting) for name, f in asked(decorate).items()}
+ASKED |= {"global popping": lambda x: popping(x, factor=3.0), "global deleting": lambda x: deleting(x, 3.0)}
 
 
 @pytest.mark.parametrize("name", ASKED)
