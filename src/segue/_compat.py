@@ -23,6 +23,7 @@ import torch
 from torch.nn.utils import parametrize as _parametrize  # 2.11 - 2.13
 from torch.overrides import _get_current_function_mode_stack as _function_stack  # 2.11 - 2.13
 from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
+from torch.utils._device import DeviceContext  # 2.11 - 2.13: `with torch.device(..)`, which is part of a call's key
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11 - 2.13
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_stack
 
@@ -253,7 +254,9 @@ _transforms, _forward_ad = torch._C._functorch.peek_interpreter_stack, torch.aut
 
 def is_observed() -> bool:
     """Whether a mode, a transform, a forward-mode level or a cache of parametrized weights sees what a replay passes by."""
-    return bool(_dispatch_modes() or _transforms() or _parametrize._cache_enabled) or _forward_ad._current_level >= 0
+    if _dispatch_modes() or _transforms() or _parametrize._cache_enabled or _forward_ad._current_level >= 0:
+        return True
+    return _function_modes() > 0 and any([type(mode) is not DeviceContext for mode in _function_stack()])
 
 
 class keeping_mode_stacks:

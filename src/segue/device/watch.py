@@ -10,6 +10,7 @@ package. It walks frames with a dictionary of code objects already judged (half 
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import os
@@ -23,6 +24,7 @@ from types import (
     FrameType,
     FunctionType,
     MethodDescriptorType,
+    MethodType,
     MethodWrapperType,
     TracebackType,
     WrapperDescriptorType,
@@ -178,25 +180,80 @@ _BUILT_IN = frozenset((
 def _asking(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, asking: FrameType | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
-    """Torch's functions tell a mode what their name holds, which is a wrapper that has called them already where somebody
-    has put one there: to call it would wrap twice. Here is what asks in its place, as it was called."""
+    """What runs on where a function asks. It tells a mode what its name holds, which is a wrapper that has called it already
+    where somebody has put one there: to call that would wrap twice. So here is what asks in its place, as it was called."""
     if asking is None:
         name = None if _is_torchs(func) else next((n for n, held in vars(torch.Tensor).items() if held is func), None)
         return (func if name is None else getattr(torch.Tensor.__mro__[1], name, func)), args, kwargs
     code = asking.f_code
-    named = asking.f_globals.get(code.co_name), vars(torch.Tensor).get(code.co_name)
-    if not any([held is func for held in named]) and (_is_torchs(func) or not code.co_filename.startswith(_TORCH)):
-        return func, args, kwargs
-    held, names = asking.f_locals, code.co_varnames
+    own = _inside(func, code)
+    if own is None:
+        named = asking.f_globals.get(code.co_name), vars(torch.Tensor).get(code.co_name)
+        is_named = any([held is func for held in named])
+        if code.co_freevars or (not is_named and (_is_torchs(func) or not code.co_filename.startswith(_TORCH))):
+            return func, args, kwargs
+        own = FunctionType(code, asking.f_globals, code.co_name)
+    called = _as_called(asking, args, kwargs or {})
+    return (func, args, kwargs) if called is None else (own, *called)
+
+
+_MOST_HELD = 64
+"""objects to look at for what a wrapper wraps"""
+
+
+def _inside(func: Any, code: CodeType) -> FunctionType | None:
+    """The function of this code that `func` is, or wraps."""
+    found = [func]
+    for held in found:
+        if isinstance(held, FunctionType):
+            if held.__code__ is code:
+                return held
+            cells = [cell.cell_contents for cell in held.__closure__ or () if cell != CellType()]
+            inner = [*cells, *vars(held).values(), *(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values()]
+        elif isinstance(held, (functools.partial, functools.partialmethod)):
+            inner = [held.func]
+        elif isinstance(held, (MethodType, staticmethod, classmethod)):
+            inner = [held.__func__]
+        else:
+            inner = list(getattr(held, "__dict__", {}).values())
+        found += [x for x in inner if callable(x) and not isinstance(x, type)][: _MOST_HELD - len(found)]
+    return None
+
+
+def _as_called(
+    asking: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """What a running function was called with: what its parameters hold, where its code never changes them, else what it
+    tells that a mode shall call it with. None where the two contradict each other, or neither says it."""
+    code, held = asking.f_code, asking.f_locals
+    changed, names = _changed(code), code.co_varnames
     num, last = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
-    given, by_name = [held[n] for n in names[:num]], {n: held[n] for n in names[num:last]}
-    if code.co_flags & inspect.CO_VARARGS:
-        given += held[names[last]]
-        last += 1
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        by_name |= held[names[last]]
-    cells = tuple([CellType(held[n]) if n in held else CellType() for n in code.co_freevars])
-    return FunctionType(code, asking.f_globals, code.co_name, None, cells), tuple(given), by_name
+    has_more = bool(code.co_flags & inspect.CO_VARARGS)
+    told = dict(zip(names[:num], args)) | {name: value for name, value in kwargs.items() if name in names[:last]}
+    known = {name: held[name] for name in names[:last] if name not in changed and name in held}
+    more = args[num:]
+    if has_more and names[last] not in changed and names[last] in held:
+        more = held[names[last]]
+    others = {name: value for name, value in kwargs.items() if name not in told}
+    if len(known) < last or others:
+        if any([told[name] is not value for name, value in known.items() if name in told]):
+            return None
+        known = told | known
+    takes_others = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    if len(known) < last or (more and not has_more) or (others and not takes_others):
+        return None
+    return (*[known[name] for name in names[:num]], *more), {name: known[name] for name in names[num:last]} | others
+
+
+@functools.lru_cache(maxsize=256)
+def _changed(code: CodeType) -> frozenset[Any]:
+    """The names that code, or what is defined in it, binds or unbinds."""
+    found: set[Any] = set()
+    for step in dis.get_instructions(code):
+        if step.opname.startswith(("STORE_FAST", "DELETE_FAST", "STORE_DEREF", "DELETE_DEREF")):
+            found.update(step.argval if isinstance(step.argval, tuple) else (step.argval,))
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return frozenset(found.union(*[_changed(part) for part in inner]))
 
 
 def _is_torchs(func: Any) -> bool:
@@ -220,8 +277,7 @@ class HostReads(TorchFunctionMode):
         key = func
         if type(func) not in _BUILT_IN and not torch.compiler.is_compiling():  # Dynamo, which reads this, knows no frames
             asking = asking_frame(sys._getframe(1))
-            if asking is None or getattr(func, "__code__", None) is not asking.f_code:
-                func, args, kwargs = _asking(func, args, kwargs, asking)
+            func, args, kwargs = _asking(func, args, kwargs, asking)
             key = getattr(func, "__code__", func)
         name = self._names.get(key)
         if name is not None and (name != _SPLIT or any(isinstance(a, torch.Tensor) for a in args[1:])):

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from segue._compat import read_while_compiling
 from segue.graph import current, is_calling, is_splitting
 from segue.llm.pages import NULL_PAGE, PAGE_SIZE, SCRAP_PAGE, pages_for
+from segue.llm.parts import Parts
 from segue.llm.step_sampling import StepSampling
 
 __all__ = [
@@ -131,7 +133,8 @@ class ForwardBatch:
     """A batch on the device. Its tensors may be a runner's static buffers: then they change at the runner's next load.
 
     `tree_mask` holds packed bits for speculative trees, None for a causal batch. `plan` is what the attention planned
-    for the batch. `sampling` is None where the pass does not draw. See `BatchTensors` for the shapes.
+    for the batch, `parts` what the model consists of that runs it. `sampling` is None where the pass does not draw. See
+    `BatchTensors` for the shapes.
     """
 
     input_ids: torch.Tensor
@@ -146,14 +149,33 @@ class ForwardBatch:
     tree_mask: torch.Tensor | None = None
     plan: Any = None
     sampling: StepSampling | None = None
+    parts: Parts | None = None
 
-    def planned(self, plan: Any) -> ForwardBatch:
-        return replace(self, plan=plan)
+    def planned(self, plan: Any, parts: Parts) -> ForwardBatch:
+        """What the model of `parts` is run on."""
+        return replace(self, plan=plan, parts=parts)
 
 
-def in_engine() -> bool:
-    """Whether an engine's batch is under way: code that a model runs then is given that batch, and no caller's tensors."""
-    return is_calling() and (is_splitting() or isinstance(current().batch, ForwardBatch))
+def in_engine(part: object) -> bool:
+    """Whether a pass of an engine's is under way whose model has `part`, a module or a configuration: what that one is given
+    then is of the batch under way, and no caller's tensors."""
+    if not is_calling():
+        return False
+    if is_splitting():
+        return id(part) in _asking()
+    parts = _parts()
+    return parts is not None and parts.has(part)
+
+
+def _parts() -> Parts | None:
+    batch = current().batch
+    return batch.parts if isinstance(batch, ForwardBatch) else None
+
+
+@read_while_compiling
+def _asking() -> tuple[int, ...]:
+    parts = _parts()
+    return () if parts is None else parts.asking()
 
 
 def build_batch(rows: Sequence[RequestRows], page_size: int = PAGE_SIZE) -> HostBatch:

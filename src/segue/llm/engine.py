@@ -31,6 +31,7 @@ from segue.llm.interrupts import uninterrupted
 from segue.llm.lifecycle import Lifecycle
 from segue.llm.load import load_model
 from segue.llm.outputs import Live, RequestOutput, TokenLogprob
+from segue.llm.parts import Parts
 from segue.llm.prompts import chat_ids, encode
 from segue.llm.readback import Pending
 from segue.llm.runners import BatchRunner, DecodeRunner, Limits, PrefillRunner, StepOutput
@@ -69,8 +70,8 @@ class Engine(Lifecycle):
 
     Args:
         source: a checkpoint folder, a GGUF file, a hub id, or a transformers model in memory. A model in memory is
-            changed, and stays so: moved to the device, put into eval mode, its experts replaced. Called outside an engine it
-            answers as before.
+            changed, and stays so: moved to the device, put into eval mode, its experts replaced, its configuration a copy.
+            Called outside an engine it answers as before.
         config: see `EngineConfig`.
         tokenizer: overrides the source's.
         progress: told before each step of the start-up's capture.
@@ -102,6 +103,7 @@ class Engine(Lifecycle):
         self.facts, self.experts = loaded.facts, loaded.experts
         self.tokenizer = loaded.tokenizer
         self._model = loaded.model
+        self.parts = Parts(self._model)
         self._prepare_model()
         self.attention = choose_attention(self.config.attention, needs_of(loaded.facts), device)
         self._lock = threading.RLock()
@@ -146,6 +148,7 @@ class Engine(Lifecycle):
                 self._run_model,
                 attention,
                 Limits(prefill.ladder, slots, sizes.max_context, sizes.chunk_size),
+                parts=self.parts,
                 strict=strict,
                 lends=resolved.lend_pool,
             ),
@@ -156,6 +159,7 @@ class Engine(Lifecycle):
                 attention,
                 Limits(decode.ladder, sizes.max_requests, sizes.max_context, sizes.max_requests),
                 variants=self.config.sampling_graphs,
+                parts=self.parts,
                 strict=strict,
                 lends=resolved.lend_pool,
             ),

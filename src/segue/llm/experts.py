@@ -59,7 +59,7 @@ class _Guard:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not in_engine() or getattr(module.config, "_experts_implementation", None) in OURS:
+        if not in_engine(module) or getattr(module.config, "_experts_implementation", None) in OURS:
             return None
         index: torch.Tensor = kwargs[self._name] if self._name in kwargs else args[1]
         rows = torch.arange(index.shape[0], device=index.device)

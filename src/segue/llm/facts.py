@@ -22,7 +22,9 @@ import torch
 from segue._compat import without_autocast
 from segue.errors import ConfigError
 from segue.graph import Call, calling
+from segue.llm.attention_switch import switch_attention
 from segue.llm.batch import dummy_batch, to_device
+from segue.llm.parts import Parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,19 +133,19 @@ def model_facts(model: PreTrainedModel, layers: tuple[LayerFacts, ...], eos_toke
 def attention_facts(model: PreTrainedModel) -> tuple[LayerFacts, ...]:
     """What each layer hands to its attention, in the order of the layers, from a forward pass of one token.
 
-    Leaves the model's attention implementation as it was. ConfigError where the pass fails in transformers' code, or
-    where the layers do not call the attention once each with one set of sizes. An exception of code of the user's own
-    (a hook, a break, a model's subclass) goes on unchanged.
+    From then on the model's attention is switched (`attention_switch`), and outside such passes what it was. ConfigError
+    where the pass fails in transformers' code, or where the layers do not call the attention once each with one set of
+    sizes. An exception of code of the user's own (a hook, a break, a model's subclass) goes on unchanged.
     """
     name = type(model).__name__
-    before = model.config._attn_implementation
     _register_probe()
     noted: list[LayerFacts] = []
     token = _notes.set(noted)
     try:
-        model.set_attn_implementation(PROBE_ATTENTION)
+        switch_attention(model)
         zero = torch.zeros(1, dtype=torch.int64, device=model.device)
-        call = Call(batch=to_device(dummy_batch(1, 1), model.device))  # a model's breaks may read current().batch
+        batch = to_device(dummy_batch(1, 1), model.device)  # a model's breaks may read current().batch
+        call = Call(batch=batch.planned(None, Parts(model, PROBE_ATTENTION)))
         with torch.inference_mode(), without_autocast(), calling(call):
             model(input_ids=zero[None], position_ids=zero[None], use_cache=False, logits_to_keep=zero)
     except Exception as error:
@@ -154,7 +156,6 @@ def attention_facts(model: PreTrainedModel) -> tuple[LayerFacts, ...]:
         _refuse(name, f"a forward pass of one token without mask and cache fails: {type(error).__name__}: {first_line}")
     finally:
         _notes.reset(token)
-        model.set_attn_implementation(before)
     _check_layers(name, model.config.get_text_config(), noted)
     return tuple(sorted(noted))
 

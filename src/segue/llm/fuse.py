@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from segue.llm.batch import RequestRows, build_batch, in_engine, to_device
 from segue.llm.facts import ModelFacts
 from segue.llm.fused_parts import Attention, Layer, Mlp, Norm, Router, first_of, has_hooks, is_near
 from segue.llm.kv_cache import PagedKVCache
+from segue.llm.parts import Parts
 
 _CHECK_TOKENS = 8
 _PAGE = 2
@@ -150,7 +152,7 @@ def _check_call(model: nn.Module, facts: ModelFacts) -> tuple[_NotingPlan, Call]
     )  # fmt: skip
     batch = to_device(build_batch([RequestRows(range(_CHECK_TOKENS), 0, (_PAGE,))]), device)
     plan = _NotingPlan(make_attention("torch_sdpa", cache).plan_live(batch))
-    return plan, Call(batch=batch.planned(plan))
+    return plan, Call(batch=batch.planned(plan, Parts(model)))
 
 
 def _watch(model: nn.Module, plan: _NotingPlan) -> dict[nn.Module, _Seen]:
@@ -212,19 +214,26 @@ def _scaled(args: tuple[Any, ...], scale: float) -> tuple[Any, ...]:
 
 def _replace(module: nn.Module, part: Any) -> None:
     """From now on `part` answers within an engine's call, where its arguments are an engine's."""
-    original = module.forward
+    original = _original(module)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if in_engine() and part.takes(args, kwargs):
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is module and in_engine(module) and part.takes(args, kwargs):
             return part.fused(*args, **kwargs)
-        return original(*args, **kwargs)
+        return original(self, *args, **kwargs)
 
     _set_forward(module, forward)
 
 
+def _original(module: nn.Module) -> Callable[..., Any]:
+    """What the module, or a copy of it, runs by itself."""
+    own = vars(module).get("forward")
+    return type(module).forward if own is None else lambda self, *args, **kwargs: own(*args, **kwargs)
+
+
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """A method, so that of a copy of the module it is the copy's."""
     forward.segue_original = module.__dict__.get("forward")  # type: ignore[attr-defined]
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def unfuse(model: nn.Module) -> None:
@@ -248,20 +257,20 @@ def _fuse_rotary(module: Any, max_positions: int, seen: _Seen, report: FusionRep
     if len(values) != 2 or not all(isinstance(v, torch.Tensor) for v in values) or not isinstance(seen.result, tuple):
         report.left["rotary", f"{name}: it takes more than positions"] += 1
         return
-    original, states = module.forward, values[0]
+    original, states = _original(module), values[0]
     with torch.inference_mode(False), torch.no_grad():
         every = torch.arange(max_positions, device=states.device)[None]
-        cos, sin = (part[0].clone() for part in original(states[:, :1].detach().clone(), every))
+        cos, sin = (part[0].clone() for part in original(module, states[:, :1].detach().clone(), every))
     size = cos.shape[-1]
     table = torch.cat((cos, sin), -1)
 
-    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        if not in_engine() or position_ids.shape[0] != 1 or x.dtype != table.dtype:
-            return original(x, position_ids)
+    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        if self is not module or not in_engine(module) or position_ids.shape[0] != 1 or x.dtype != table.dtype:
+            return original(self, x, position_ids)
         rows = F.embedding(position_ids[0], table)[None]
         return rows[..., :size], rows[..., size:]
 
-    got = forward(*(v.clone() for v in values))
+    got = forward(module, *(v.clone() for v in values))
     if all(torch.equal(a, b) for a, b in zip(got, seen.result, strict=True)):
         _set_forward(module, forward)
         report.fused["rotary"] += 1

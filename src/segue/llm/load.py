@@ -21,7 +21,7 @@ import torch
 
 from segue.cache import cache_folder
 from segue.errors import ConfigError
-from segue.llm.attention_switch import ATTENTION, switch_attention
+from segue.llm.attention_switch import ATTENTION, own_config
 from segue.llm.checkpoints import convert_gguf, default_model, in_hub_cache, require_extra
 from segue.llm.experts import guard_experts
 from segue.llm.facts import ModelFacts, attention_facts, check_supported, model_facts
@@ -101,13 +101,13 @@ def _take_model(
 
 def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, experts: str) -> LoadedModel:
     model.eval()
+    own_config(model)
     # With a pad id, some models compare it with the ids on the host at each call, to warn about a missing mask.
     model.config.pad_token_id = None
     capability = torch.cuda.get_device_capability(model.device) if model.device.type == "cuda" else None
     chosen = choose_experts(model, experts, capability)
     layers = attention_facts(model)
     guard_experts(model)
-    switch_attention(model)
     facts = model_facts(model, layers, _eos_token_ids(model, tokenizer))
     return LoadedModel(model, tokenizer, model.config, facts, chosen)
 

@@ -122,7 +122,7 @@ def experts_forward(
     """transformers' convention: ``[T, hidden]``, ``[T, k]``, ``[T, k]`` -> ``[T, hidden]``. Recordable. An index that is no
     expert's adds nothing and costs nothing; nor do rows beyond the tokens of a batch."""
     if hidden_states.shape[0] <= SINGLE_ROWS:
-        num_tokens = _num_tokens()
+        num_tokens = _num_tokens(self)
         up = torch.ops.segue.pairs_up(hidden_states, top_k_index, num_tokens, self.gate_up_proj, self.segue_activation)
         out: torch.Tensor = torch.ops.segue.pairs_down(up, top_k_index, num_tokens, self.down_proj, top_k_weights)
         return out
@@ -152,12 +152,12 @@ def by_rows_forward(
 
 def _pairs(experts: Any, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    pairs = torch.ops.segue.pairs_by_expert(index, experts.num_experts, _num_tokens())
+    pairs = torch.ops.segue.pairs_by_expert(index, experts.num_experts, _num_tokens(experts))
     return pairs
 
 
-def _num_tokens() -> torch.Tensor | None:
-    return current().batch.num_tokens if in_engine() else None
+def _num_tokens(experts: Any) -> torch.Tensor | None:
+    return current().batch.num_tokens if in_engine(experts) else None
 
 
 def _combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Where a call of `segue.graph` belongs: its device's recordings and the entry of its key, or why it must run eagerly.
 
 Whatever a recording cannot know of is ruled out here, before anything runs: a call inside another wrapped call (it runs
-inline, as part of that one), graphs switched off, dispatch modes and transforms of others, gradients, arguments without a
+inline, as part of that one), graphs switched off, modes and transforms of others, gradients, arguments without a
 value, pads that do not fit.
 """
 
@@ -32,6 +32,9 @@ from segue.runners.call_store import CallStore, Entry
 plainly_because: ContextVar[Reason | None] = ContextVar("segue_calls_run_plainly_because", default=None)
 """set while this thread is inside a wrapped call, or graphs are switched off"""
 _AUTOGRAD = "grad mode is on and a tensor requires grad: use torch.no_grad(), or inference=True"
+_OBSERVED = (
+    "a dispatch mode, a function mode, a transform of torch.func, a level of forward_ad or parametrize.cached() is active"
+)
 _WIDE_GAPS = f"the memory from an argument's first to its last element is over {MOST_SPREAD} times its own: pass a copy"
 
 
@@ -109,8 +112,7 @@ class CallDispatch:
         if call.reason is not None:
             return _eagerly(call.reason, call.detail)
         if is_observed():
-            what = "a dispatch mode, a transform of torch.func, a level of forward_ad or parametrize.cached() is active"
-            return _eagerly(Reason.DEBUG, what)
+            return _eagerly(Reason.DEBUG, _OBSERVED)
         key, padded = call.key, None
         device = key[3]
         if _is_being_captured(device.type):

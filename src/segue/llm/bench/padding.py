@@ -111,6 +111,7 @@ def _runner(engine: Engine, rung: int, slots: int) -> PrefillRunner:
         engine._run_model,
         engine.attention.make(engine.cache),
         Limits((rung,), slots, engine.sizes.max_context, rung),
+        parts=engine.parts,
     )
     runner.capture()
     return runner

@@ -22,6 +22,7 @@ from segue.inputs import PackedInputs, Padding, Slot
 from segue.llm.attention import Attention, StaticPlan
 from segue.llm.batch import BatchArrays, BatchTensors, ForwardBatch, HostBatch, dummy_batch, fill_ids, pad_into, to_device
 from segue.llm.pages import pages_for
+from segue.llm.parts import Parts
 from segue.llm.step_sampling import NUM_INTEGERS, NUM_NUMBERS, StepSampling, chosen, covering, pad_sampling_into
 from segue.observe.decision import Decision
 from segue.runners import Live, Runner, Settings
@@ -67,17 +68,19 @@ class BatchRunner(Runner[HostBatch]):
         attention: Attention,
         limits: Limits,
         *,
+        parts: Parts,
         variants: Sequence[str] = (),
         strict: bool = False,
         lends: bool = False,
     ) -> None:
-        """`variants` are recorded besides the one that takes the likeliest tokens. With `lends`, eager passes run in the
-        lane's pool."""
+        """`parts` are of the model behind `model`. `variants` are recorded besides the one that takes the likeliest tokens.
+        With `lends`, eager passes run in the lane's pool."""
         super().__init__(settings, backend, strict=strict)
         self.variants = (*sorted(set(variants), reverse=True), "")  # of equal shapes the largest is recorded first
         self.lends = lends
         self._has_run_eagerly = False
         self._model = model
+        self._parts = parts
         self._attention = attention
         self.limits = limits
         self._device = attention.cache.keys[0].device
@@ -170,7 +173,7 @@ class BatchRunner(Runner[HostBatch]):
 
     def run_on(self, batch: ForwardBatch) -> StepOutput:
         """The model over a device batch, eagerly, with a live plan."""
-        planned = batch.planned(self._attention.plan_live(batch))
+        planned = batch.planned(self._attention.plan_live(batch), self._parts)
         with calling(Call(batch=planned)):
             return self._model(planned)
 
@@ -200,18 +203,19 @@ class BatchRunner(Runner[HostBatch]):
         assert self._inputs is not None
         views = self._inputs.view(key.tokens, self.slots(key.tokens))
         sampling = self._held_sampling(key, key.variant) if key.variant else None
-        return ForwardBatch(**{name: views[name] for name in BatchTensors._fields}, host=host, sampling=sampling)
+        tensors = {name: views[name] for name in BatchTensors._fields}
+        return ForwardBatch(**tensors, host=host, sampling=sampling, parts=self._parts)
 
     def _static_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
         batch = self._bare_batch(key, host)
         if self.backend.is_segmented and not self._attention.static_serves_breaks:
-            return batch.planned(self._attention.plan_live(batch, key))
+            return batch.planned(self._attention.plan_live(batch, key), self._parts)
         shape = replace(key, variant="") if key.variant else key  # variants differ behind the attention
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plans[shape] = self._attention.static_plan(shape)
         plan.update(batch)
-        return batch.planned(plan)
+        return batch.planned(plan, self._parts)
 
     def _held_sampling(self, key: ShapeKey, variant: str) -> StepSampling:
         """What the rows last loaded for `key` ask for, in static memory."""
