@@ -104,11 +104,16 @@ class CallRunner:
         """No call overlaps a capture in the background; a call inside such a capture is part of it."""
         if self._background is None or interruption.get() is not None:
             return call(args, kwargs)
-        self._background.gate.enter()
+        gate = self._background.gate
+        depth = gate.depth()
         try:
-            return call(args, kwargs)
-        finally:
-            self._background.gate.leave()
+            gate.enter()
+            answer = call(args, kwargs)
+            gate.leave(depth)
+            return answer
+        except BaseException:
+            gate.leave(depth)
+            raise
 
     def stop(self) -> None:
         """Ends captures in the background; returns when their thread has ended."""
@@ -282,17 +287,17 @@ class CallRunner:
                 plainly_because.reset(token)
                 lane_holder.reset(holder)
             if complete is not None and is_later:
+                assert self._background is not None
+                answered, admission.output = replace(admission), None
+                device = lane.device.device  # added first: what is not pending, since this was interrupted, is not done
+                self._background.add(lambda: self._complete(site, entry, admission, complete), device)
                 entry.pending, entry.reason, entry.detail = admission, Reason.IN_BACKGROUND, _WAITS
             else:
                 self._settle(site, entry, admission)
         finally:
             lane.leave()
         if complete is not None and is_later:
-            assert self._background is not None
             self._count(Reason.FIRST_SEEN)
-            answered = replace(admission)
-            admission.output = None
-            self._background.add(lambda: self._complete(site, entry, admission, complete), site.lane.device.device)
             return answered
         self._count(admission.reason or Reason.FIRST_SEEN)
         self._check_strictly(admission)
