@@ -14,21 +14,23 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from segue._compat import has_function_modes
+from segue._compat import end_grad_modes, has_function_modes, is_grad_enabled
 from segue.errors import BreakOutputError, BreakStateError, StrictModeError
 from segue.graph import Call, calling, eager_on_graph
-from segue.graph.breaks import lane_holder, running_body
+from segue.graph.breaks import running_body
+from segue.graph.context import put_back
 from segue.graph.guard import CaptureInterrupted, interruption, is_lent
 from segue.graph.lease import Cut, Lease
 from segue.observe.decision import Reason
 from segue.runners.admission import CHANGED_ARGUMENT, Admission, admit, keeps_arguments
 from segue.runners.background import Background
-from segue.runners.call_dispatch import CallDispatch, Site, plainly_because
+from segue.runners.call_dispatch import CallDispatch, Inlined, Site, plainly_because
 from segue.runners.call_graph import Tensors
 from segue.runners.call_key import Scan, facts
 from segue.runners.call_padding import Padded, cut
@@ -79,19 +81,24 @@ class CallRunner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to one call."""
-        is_outer = plainly_because.get() is None
+        before, has_grad = copy_context(), is_grad_enabled()
         try:
             return self._call(args, kwargs) if self._background is None else self.gated(self._call, args, kwargs)
-        except BaseException:
-            if is_outer:
-                self._let_go()
+        except BaseException as error:
+            self._put_back(before, has_grad, error)
             raise
 
-    def _let_go(self) -> None:
-        """What this thread's call holds that an exception ended, were it by a signal's handler that raises at any place."""
-        plainly_because.set(None)
-        for site in list(self.dispatch.sites.values()):
-            site.lane.let_go()
+    def _put_back(self, before: Context, has_grad: bool, error: BaseException) -> None:
+        """What a call held or set that an exception ended, were it by a signal's handler that raises at any place: where it
+        did so between a value and the block that resets it, nothing else does."""
+        inside, outer = plainly_because.get(), before.get(plainly_because)
+        if inside is not None and inside is not outer:
+            inside.is_over = True
+        put_back(before)
+        end_grad_modes(error, has_grad)
+        if outer is None or outer.is_over:
+            for site in list(self.dispatch.sites.values()):
+                site.lane.let_go()
 
     def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain function."""
@@ -155,7 +162,7 @@ class CallRunner:
         lane = site.lane
         if not lane.enter(may_pass=True):
             return _Apart(Reason.LANE_BUSY)
-        token = holder = None
+        inlined: Inlined | None = None
         try:
             graph = entry.graph
             if graph is None:  # evicted while this thread waited
@@ -164,7 +171,7 @@ class CallRunner:
                 site.store.drop(entry, Reason.REBOUND)
                 entry.note_rebound()
                 return _Apart(None)
-            if torch.is_grad_enabled() and not self.options.inference and graph.audit.requires_grad():
+            if is_grad_enabled() and not self.options.inference and graph.audit.requires_grad():
                 return _Apart(Reason.AUTOGRAD)
             aliased = None if graph.answers_all else graph.cannot_answer(tensors)
             if aliased is not None:
@@ -185,12 +192,13 @@ class CallRunner:
                     lane.device.order(stream, lane.device.current_stream())
                 site.readers.clear()
             if self._verify_every and not entry.unverified and self._is_due(entry):
-                token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
-                return self._verified(site, entry, tensors, args, kwargs, cut_rows)
+                with Inlined(lane):
+                    return self._verified(site, entry, tensors, args, kwargs, cut_rows)
             if graph.has_breaks:
-                token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
+                inlined = Inlined(lane)
+                inlined.__enter__()
             outputs = self.options.outputs
-            if self.options.inference and torch.is_grad_enabled():  # as the pass itself
+            if self.options.inference and is_grad_enabled():  # as the pass itself
                 with torch.no_grad():
                     result = graph.answer(tensors, args, kwargs, cut_rows, is_view=outputs != "clone")
             else:
@@ -210,9 +218,8 @@ class CallRunner:
             entry.refuse(Reason.CAPTURE_FAILED, str(error))
             raise
         finally:
-            if token is not None and holder is not None:
-                plainly_because.reset(token)
-                lane_holder.reset(holder)
+            if inlined is not None:
+                inlined.__exit__()
             lane.leave()
 
     def _cold(
@@ -267,25 +274,21 @@ class CallRunner:
         try:
             if entry.graph is not None or entry.pending is not None or self.dispatch.is_closed:
                 return None
-            token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
-            lane.is_recording, lane.num_passed = True, 0
             try:
-                admission, complete = admit(
-                    self._recorded, self.dispatch.function, site.backend, entry, call, padded, args, kwargs
-                )
-                entry.operations = max(admission.operations, 1)
-                if complete is not None and not is_later and not lane.num_passed:
-                    complete()
-                if lane.num_passed:
-                    complete = None
-                    _give_up(admission)
+                with Inlined(lane):
+                    lane.is_recording, lane.num_passed = True, 0
+                    admission, complete = admit(
+                        self._recorded, self.dispatch.function, site.backend, entry, call, padded, args, kwargs
+                    )
+                    entry.operations = max(admission.operations, 1)
+                    if complete is not None and not is_later and not lane.num_passed:
+                        complete()
+                    if lane.num_passed:
+                        complete = None
+                        _give_up(admission)
             except BaseException:  # the function's own: an eager call
                 self._count(Reason.FIRST_SEEN)
                 raise
-            finally:
-                lane.is_recording = False
-                plainly_because.reset(token)
-                lane_holder.reset(holder)
             if complete is not None and is_later:
                 assert self._background is not None
                 answered, admission.output = replace(admission), None
@@ -295,7 +298,7 @@ class CallRunner:
             else:
                 self._settle(site, entry, admission)
         finally:
-            lane.leave()
+            lane.let_go()
         if complete is not None and is_later:
             self._count(Reason.FIRST_SEEN)
             return answered
@@ -311,15 +314,13 @@ class CallRunner:
             if self.dispatch.is_frozen:
                 entry.pending, entry.reason, entry.detail = None, Reason.NOT_CAPTURED, "step.freeze() was called"
                 return
-            token = plainly_because.set(Reason.CAPTURING)
             try:
-                complete()
+                with Inlined():
+                    complete()
             except CaptureInterrupted:
                 raise
             except BaseException as error:  # nobody waits for this thread: it must not be lost
                 admission.reason, admission.detail = Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}"
-            finally:
-                plainly_because.reset(token)
             if self.options.strict and admission.graph is not None and admission.effects:
                 admission.graph.close()
                 admission.graph, admission.reason, admission.detail = None, Reason.UNSAFE_EFFECTS, _effects(admission)
@@ -409,6 +410,9 @@ class CallRunner:
     def _count(self, reason: Reason) -> None:
         with self._lock:
             self.eager[reason] += 1
+
+
+CallRunner.call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what a caller compiles splits there
 
 
 def _give_up(admission: Admission) -> None:
