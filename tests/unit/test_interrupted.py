@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +245,95 @@ def test_a_pool_that_is_interrupted_knows_what_is_live() -> None:
 
 
 # -- forks and tasks ----------------------------------------------------------------------------------------------------
+
+
+def in_child(call: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether `call` said so in a forked child."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with suppress(BaseException):
+            code = 0 if call() else 2
+        os._exit(code)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status == 0
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+@pytest.mark.parametrize("num_calls", [1, 3], ids=["recorded", "replayed"])
+def test_a_child_that_is_forked_while_another_thread_is_in_a_call_calls_and_replays(num_calls: int) -> None:
+    inside, release, is_waiting = threading.Event(), threading.Event(), False
+
+    @segue.eager_on_graph
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        if is_waiting and threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert release.wait(20)
+        return x * 2
+
+    step = segue.graph(lambda x: slow(x + 1) - 1)
+    x = torch.ones(3)
+
+    def work() -> None:
+        with torch.no_grad():
+            step(x)
+
+    with torch.no_grad():
+        for _ in range(num_calls):
+            step(x)
+        is_waiting = True
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert inside.wait(20)
+
+        def answers() -> bool:
+            results = [step(x) for _ in range(4)]
+            return all(r.equal(x * 4 - 1) for r in results) and step.report().replays >= num_calls and not held(step)
+
+        try:
+            assert in_child(answers)
+        finally:
+            release.set()
+            thread.join()
+    same(step(x), x * 4 - 1)
+
+
+def test_a_child_that_is_forked_during_a_capture_in_the_background_makes_its_own() -> None:
+    started, release = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread() and os.getpid() == parent:
+            started.set()
+            assert release.wait(20)
+        return x * 2 + 1
+
+    step = segue.graph(f, capture="background")
+    x, y = torch.ones(3), torch.ones(4)
+
+    def answers() -> bool:
+        for _ in range(2):
+            step(y)  # what waits is captured along with it
+        settled(step)
+        return step(x).equal(f(x)) and step(y).equal(f(y)) and step.report().replays == 2 and gc.isenabled()
+
+    with torch.no_grad():
+        for _ in range(2):
+            step(x)
+        assert started.wait(20)
+        try:
+            assert in_child(answers)
+        finally:
+            release.set()
+        settled(step)
+        same(step(x), f(x))
+    step.close()
 
 
 def test_a_task_that_a_break_begins_is_not_inside_the_call_for_good() -> None:

@@ -29,6 +29,7 @@ import torch
 from segue._compat import data_address, inference_guard, tensor_at
 from segue.device.base import PoolState
 from segue.device.operations import extent_bytes
+from segue.forks import at_fork
 
 _ROUND = 512
 _SMALL = 1 << 20
@@ -56,6 +57,10 @@ class Mapped:
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
         self._pools: weakref.WeakSet[CpuPool] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        at_fork(self, Mapped._begin_anew)
+
+    def _begin_anew(self) -> None:
         self._lock = threading.Lock()
 
     def add(self, pool: CpuPool) -> None:

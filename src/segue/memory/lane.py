@@ -21,6 +21,7 @@ from typing import Any
 
 from segue.device import Device, Pool
 from segue.errors import ReplayError
+from segue.forks import at_fork
 from segue.graph.guard import lent
 from segue.memory.loan import Loan
 from segue.observe.report import format_bytes
@@ -63,6 +64,7 @@ class Lane:
         self._local = threading.local()
         self._give_stream_back = weakref.finalize(self, device.give_stream_back, self.stream)
         self._give_stream_back.atexit = False
+        at_fork(self, Lane._begin_anew)
 
     @property
     def pool(self) -> Pool:
@@ -154,6 +156,13 @@ class Lane:
     def exclusive(self, *, is_upkeep: bool = False) -> AbstractContextManager[None]:
         """Enters and leaves; raises as `enter` does."""
         return _Exclusive(self, is_upkeep)
+
+    def _begin_anew(self) -> None:
+        """In a forked child: of who held the lane in another thread nothing is left."""
+        if not self._is_mine():
+            self._lock = threading.RLock()
+            self._is_mine = self._lock._is_owned  # type: ignore[attr-defined]
+            self.settle()
 
     @property
     def is_entered(self) -> bool:

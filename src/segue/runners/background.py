@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from segue.forks import at_fork
 from segue.graph.guard import CaptureInterrupted, interruptible
 from segue.graph.modes import current_modes, under
 
@@ -167,6 +168,7 @@ class Background:
         self._under_way: tuple[Context, Callable[[], None]] | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        at_fork(self, Background._begin_anew)
         self._finalizer = weakref.finalize(owner, _stop, self.gate, self._threads)  # runs at exit too
 
     def add(self, job: Callable[[], None], device: torch.device) -> None:
@@ -184,6 +186,14 @@ class Background:
             if self._thread is None or not self._thread.is_alive():  # its start was interrupted
                 self._thread = threading.Thread(target=self._run, name="segue-capture", daemon=True)
                 self._thread.start()
+
+    def _begin_anew(self) -> None:
+        """In a forked child, which has no such thread: the next call that adds something starts one."""
+        self._lock = threading.Lock()
+        self.gate.begin_anew()
+        if self._under_way is not None:
+            self._jobs.appendleft(self._under_way)
+            self._under_way = None
 
     def stop(self) -> None:
         """Interrupts what is under way, forgets what waits, and returns when the thread has ended."""

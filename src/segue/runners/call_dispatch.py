@@ -20,6 +20,7 @@ from segue._compat import is_observed, is_stream_capturing
 from segue.backends import Backend, make_backend
 from segue.backends.base import RecordingBackend
 from segue.device import get_device
+from segue.forks import at_fork
 from segue.graph.breaks import lane_holder
 from segue.graph.context import setting
 from segue.memory.lane import Lane
@@ -126,6 +127,10 @@ class CallDispatch:
         self._padding = Padding(options.pad, function) if options.pad else None
         self._shortcuts = Shortcuts()
         self._has_shortcuts = self._padding is None and options.backend != "disabled"
+        self._lock = threading.Lock()
+        at_fork(self, CallDispatch._begin_anew)
+
+    def _begin_anew(self) -> None:
         self._lock = threading.Lock()
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:

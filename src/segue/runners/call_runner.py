@@ -22,6 +22,7 @@ import torch
 
 from segue._compat import end_grad_modes, has_function_modes, is_grad_enabled
 from segue.errors import BreakOutputError, BreakStateError, StrictModeError
+from segue.forks import at_fork
 from segue.graph import Call, calling, eager_on_graph
 from segue.graph.breaks import running_body
 from segue.graph.context import put_back
@@ -77,6 +78,7 @@ class CallRunner:
         self._recorded = self.run if self.options.debug != "forward" else _as_one_break(self.run, self.name)
         """what is recorded: in debug mode the whole call as one break"""
         self._lock = threading.Lock()
+        at_fork(self, CallRunner._begin_anew)
         self._background = Background(self) if self.options.capture == "background" else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,6 +101,10 @@ class CallRunner:
         if outer is None or outer.is_over:
             for site in list(self.dispatch.sites.values()):
                 site.lane.let_go()
+
+    def _begin_anew(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
 
     def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain function."""
