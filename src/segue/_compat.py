@@ -20,11 +20,13 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals as _note_modes_for_dynamo  # 2.11 - 2.13
 from torch.nn.utils import parametrize as _parametrize  # 2.11 - 2.13
 from torch.overrides import _get_current_function_mode_stack as _function_stack  # 2.11 - 2.13
+from torch.utils import _python_dispatch  # 2.11 - 2.13
 from torch.utils import _pytree as torch_pytree  # 2.11 - 2.13
 from torch.utils._device import DeviceContext  # 2.11 - 2.13: `with torch.device(..)`, which is part of a call's key
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11 - 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.11 - 2.13
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_stack
 
 __all__ = ["TorchDispatchMode"]
@@ -233,21 +235,6 @@ def without_modes(kind: type | None = None) -> contextlib.AbstractContextManager
 _NOTHING = contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def _leaving_modes(kind: type | None) -> Iterator[None]:
-    stack: list[Any] = []
-    depth = torch._C._len_torch_function_stack()
-    ours = [i for i in range(depth) if kind is not None and isinstance(torch._C._get_function_stack_at(i), kind)]
-    while ours and torch._C._len_torch_function_stack() > ours[-1]:
-        stack.append(torch._C._pop_torch_function_stack())
-    try:
-        with _disable_current_modes():
-            yield
-    finally:
-        for mode in reversed(stack):
-            torch._C._push_on_torch_function_stack(mode)
-
-
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _forward_ad = torch._C._functorch.peek_interpreter_stack, torch.autograd.forward_ad
 
@@ -265,9 +252,12 @@ class keeping_mode_stacks:
 
     def __enter__(self) -> None:
         self._dispatch, self._function = _dispatch_stack(), _function_stack()
+        self._flags = [getattr(_python_dispatch, name) for name in _MODE_FLAGS]
+        self._keys = [torch._C._dispatch_tls_is_dispatch_key_included(key) for key in _MODE_KEYS]
+        self._has_grad = is_grad_enabled()
         self._caches_casts = torch.is_autocast_cache_enabled()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any = None, error: BaseException | None = None, *_: Any) -> None:
         while _dispatch_modes() > len(self._dispatch):
             mode = torch._C._get_dispatch_stack_at(_dispatch_modes() - 1)
             try:
@@ -280,8 +270,71 @@ class keeping_mode_stacks:
             torch._C._push_on_torch_dispatch_stack(mode)
         for mode in self._function[_function_modes() :]:
             torch._C._push_on_torch_function_stack(mode)
+        if error is not None:
+            end_grad_modes(error, self._has_grad)
+            for key, is_included in zip(_MODE_KEYS, self._keys):  # which blocks of inference mode put back too
+                torch._C._dispatch_tls_set_dispatch_key_included(key, is_included)
+            for name, flag in zip(_MODE_FLAGS, self._flags):
+                setattr(_python_dispatch, name, flag)
+            _note_modes_for_dynamo(self._flags[-1])
         if torch.is_autocast_cache_enabled() != self._caches_casts:
             torch.set_autocast_cache_enabled(self._caches_casts)
+
+
+_MODE_KEYS = torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot
+_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+"""what torch notes of the modes that were entered, in its module"""
+
+
+class _leaving_modes(keeping_mode_stacks):
+    """See `without_modes`. torch's own `_disable_current_modes` is a generator: kept from ending, it would end, and enter
+    these modes again, at some later time."""
+
+    def __init__(self, kind: type | None) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        kind = self._kind
+        ours = [i for i, mode in enumerate(self._function) if kind is not None and isinstance(mode, kind)]
+        try:
+            while ours and _function_modes() > ours[-1]:
+                torch._C._pop_torch_function_stack()
+            while _dispatch_modes():
+                torch._C._pop_torch_dispatch_stack(None)
+        except BaseException:
+            self.__exit__()
+            raise
+
+
+def is_entered(mode: Any) -> bool:
+    """Whether this thread is in a dispatch mode or a function mode."""
+    return id(mode) in [id(entered) for entered in (*_dispatch_stack(), *_function_stack())]
+
+
+inference_guard: Any = torch._C._InferenceMode
+"""`torch.inference_mode` without Python, so that no signal's handler interrupts it as it begins or ends (2.11 - 2.13)"""
+is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+
+
+def end_grad_modes(error: BaseException, has_grad: bool) -> None:
+    """Where `error` interrupted one of torch's blocks of grad mode or inference mode as it began or ended, that one has
+    ended, and grad mode is `has_grad`."""
+    trail = error.__traceback__
+    while trail is not None:
+        frame, trail = trail.tb_frame, trail.tb_next
+        if frame.f_code.co_filename == _GRAD_BLOCKS:
+            guard = getattr(frame.f_locals.get("self"), "_inference_mode_context", None)
+            if guard is not None:
+                guard.__exit__(None, None, None)
+            torch._C._set_grad_enabled(has_grad)
+
+
+_GRAD_BLOCKS = torch.no_grad.__enter__.__code__.co_filename
 
 
 def num_modes() -> tuple[int, int]:

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "segue"
 LAYERS = (
-    ("errors", "_compat", "cache", "compilers"),
+    ("errors", "_compat", "cache", "compilers", "forks"),
     ("device",),
     ("shapes", "observe.decision", "observe.report"),
     ("graph", "inputs"),

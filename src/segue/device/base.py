@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from segue._compat import data_address, tensor_at
+from segue._compat import data_address, inference_guard, tensor_at
 from segue.device.operations import Operation, extent_bytes, lazily_as
 
 Observer = Callable[[Operation, tuple[Any, ...], dict[str, Any], Any], None]
@@ -221,7 +221,7 @@ class Device(ABC):
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A normal tensor over the same memory that keeps nothing alive: its storage spans exactly the tensor."""
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+            with inference_guard(False):
                 return self.alias(tensor)
         size, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
         if 0 in size:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from segue._compat import AllocationWatch, forbid_data_access, without_autocast, without_modes
+from segue._compat import AllocationWatch, forbid_data_access, inference_guard, without_autocast, without_modes
 from segue.device.base import Device, DeviceGraph, MemoryReading, Observer, Peak, ShapeMemo
 from segue.device.cpu_lend import LentMode
 from segue.device.cpu_pool import CpuPool, Mapped
@@ -131,7 +131,7 @@ class CpuGraph:
         self.nodes: int | None = len(steps)
 
     def replay(self) -> None:
-        with torch.inference_mode(), without_autocast():
+        with inference_guard(True), without_autocast():
             for call, args, kwargs in self._steps:
                 call(*args, **kwargs)
 
@@ -335,7 +335,7 @@ def _is_elsewhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        with torch.inference_mode(torch.is_inference_mode_enabled()):
+        with inference_guard(torch.is_inference_mode_enabled()):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, list):
         return [_to_meta(v) for v in value]

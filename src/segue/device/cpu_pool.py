@@ -8,6 +8,9 @@ and peaks compare. Addresses do not.
 A block is free as soon as its last tensor dies: the tensor's memory is a ctypes array over the block, and a weakref on
 that array notes the death (in whatever thread it happens); the note is acted on before the next allocation.
 
+What is live is told by those weakrefs alone. Everything else follows from them, and is made anew where a signal's handler
+interrupted what changes it.
+
 Policy and constants: c10/cuda/CUDACachingAllocator.cpp (torch 2.11).
 """
 
@@ -23,9 +26,10 @@ from typing import Any
 
 import torch
 
-from segue._compat import data_address, tensor_at
+from segue._compat import data_address, inference_guard, tensor_at
 from segue.device.base import PoolState
 from segue.device.operations import extent_bytes
+from segue.forks import at_fork
 
 _ROUND = 512
 _SMALL = 1 << 20
@@ -53,6 +57,10 @@ class Mapped:
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
         self._pools: weakref.WeakSet[CpuPool] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        at_fork(self, Mapped._begin_anew)
+
+    def _begin_anew(self) -> None:
         self._lock = threading.Lock()
 
     def add(self, pool: CpuPool) -> None:
@@ -91,9 +99,11 @@ class CpuPool:
         self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # small, large: (bytes, address)
         self._blocks: dict[int, _Block] = {}
-        self._guards: dict[int, Any] = {}
+        self._guards: dict[int, _Guard] = {}
         self._live: dict[int, int] = {}
-        self._dead: deque[int] = deque()
+        self._dead: deque[weakref.ref[Any]] = deque()
+        self._is_torn = False
+        """what follows from the guards is being changed, or that was interrupted"""
 
     def state(self) -> PoolState:
         self._collect()
@@ -102,7 +112,8 @@ class CpuPool:
 
     def carve(self, nbytes: int) -> None:
         """Reserves one piece that later blocks are cut from."""
-        self._release(self._take(nbytes).address)
+        self._put_back(self._take(nbytes))
+        self._is_torn = False
 
     def begin_peak(self) -> int:
         """Measures the peak anew, and returns the bytes in use now."""
@@ -130,9 +141,12 @@ class CpuPool:
         memory = (ctypes.c_char * nbytes).from_address(block.address)
         memory.chunk = self._chunks[block.chunk]  # type: ignore[attr-defined]  # outlives the pool with its last tensor
         ctypes.memset(block.address, _poison(dtype), nbytes)
+        guard = _Guard(memory, self._dead.append)
+        guard.address, guard.nbytes = block.address, block.nbytes
+        self._guards[block.address] = guard
         self._live[block.address] = block.nbytes
         self._note_live(block.nbytes)
-        self._guards[block.address] = weakref.ref(memory, _Note(self._dead, block.address))
+        self._is_torn = False
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
@@ -172,7 +186,9 @@ class CpuPool:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _take(self, nbytes: int) -> _Block:
+        """A block that no tensor has yet: until then the pool is torn."""
         self._collect()
+        self._is_torn = True
         wanted = -(-nbytes // _ROUND) * _ROUND
         is_small = wanted <= _SMALL
         free = self._free[0 if is_small else 1]
@@ -207,28 +223,70 @@ class CpuPool:
                 f"the cpu device is out of memory: {nbytes} bytes wanted, {mapped.capacity - mapped.nbytes} of "
                 f"{mapped.capacity} left"
             )
-        self.reserved_bytes += nbytes
-        with torch.inference_mode(False):  # mapped memory starts on a page, and so every block on 512 bytes
+        with inference_guard(False):  # mapped memory starts on a page, and so every block on 512 bytes
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             chunk = torch.frombuffer(memory, dtype=torch.uint8)
         start = data_address(chunk)
         self._chunks.append(chunk)
+        self.reserved_bytes += nbytes
         self._by_start[start] = len(self._chunks) - 1
         bisect.insort(self._starts, start)
         block = self._blocks[start] = _Block(start, nbytes, len(self._chunks) - 1)
         return block
 
     def _collect(self) -> None:
-        while self._dead:
-            self._release(self._dead.popleft())
+        if self._is_torn:
+            self._mend()
+        if self._dead:
+            self._is_torn = True
+            while self._dead:
+                self._release(self._dead.popleft())
+            self._is_torn = False
 
-    def _release(self, address: int) -> None:
-        self._guards.pop(address, None)
-        self._note_live(-self._live.pop(address, 0))
-        block = self._blocks.get(address)
-        if block is None:  # the pool was closed first
+    def _mend(self) -> None:
+        """Makes anew all that follows from the chunks and from the guards of what is live."""
+        self._dead.clear()
+        self._guards = {address: guard for address, guard in self._guards.items() if guard() is not None}
+        self._live = {address: guard.nbytes for address, guard in self._guards.items()}
+        self._by_start = {data_address(chunk): at for at, chunk in enumerate(self._chunks)}
+        self._starts = sorted(self._by_start)
+        self._blocks, self._free = {}, ([], [])
+        for start, at in self._by_start.items():
+            end = start + self._chunks[at].numel()
+            known, preceding = start, None
+            for address in [*sorted(a for a in self._live if start <= a < end), end]:
+                if known < address:
+                    preceding = self._append(_Block(known, address - known, at), preceding)
+                    bisect.insort(self._free_of(preceding), (preceding.nbytes, known))
+                if address < end:
+                    preceding = self._append(_Block(address, self._live[address], at), preceding)
+                    preceding.is_free = False
+                    known = address + preceding.nbytes
+        self.reserved_bytes = sum(chunk.numel() for chunk in self._chunks)
+        self.live_bytes = sum(self._live.values())
+        self._is_torn = False
+
+    def _append(self, block: _Block, preceding: _Block | None) -> _Block:
+        block.preceding = preceding
+        if preceding is not None:
+            preceding.following = block
+        self._blocks[block.address] = block
+        return block
+
+    def _free_of(self, block: _Block) -> list[tuple[int, int]]:
+        """Where it is noted when it is free."""
+        return self._free[0 if self._chunks[block.chunk].numel() == _SMALL_CHUNK else 1]
+
+    def _release(self, dead: weakref.ref[Any]) -> None:
+        assert isinstance(dead, _Guard)
+        if self._guards.get(dead.address) is not dead:  # the pool was closed first, or mended
             return
-        free = self._free[0 if self._chunks[block.chunk].numel() == _SMALL_CHUNK else 1]
+        del self._guards[dead.address]
+        self._note_live(-self._live.pop(dead.address))
+        self._put_back(self._blocks[dead.address])
+
+    def _put_back(self, block: _Block) -> None:
+        free = self._free_of(block)
         block.is_free = True
         for neighbour in (block.preceding, block.following):
             if neighbour is not None and neighbour.is_free:
@@ -246,17 +304,13 @@ class CpuPool:
         return low
 
 
-class _Note:
-    """Called when a block's memory object dies."""
+class _Guard(weakref.ref[Any]):
+    """Tells that a block is live: of the memory object over it. A builtin is called when that dies, since what a signal's
+    handler raised in one of Python's would be lost, and the note with it."""
 
-    __slots__ = ("_address", "_dead")
-
-    def __init__(self, dead: deque[int], address: int) -> None:
-        self._dead = dead
-        self._address = address
-
-    def __call__(self, _: Any) -> None:
-        self._dead.append(self._address)
+    __slots__ = ("address", "nbytes")
+    address: int
+    nbytes: int
 
 
 def _poison(dtype: torch.dtype) -> int:

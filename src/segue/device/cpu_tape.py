@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from segue._compat import inference_guard
 from segue.device.cpu_pool import CpuPool
 from segue.device.operations import Operation, lazily_as
 from segue.errors import ReplayError
@@ -119,7 +120,7 @@ class TapeArguments:
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.numel() == 0:  # it may be a view of a block, and must not keep it
-                with torch.inference_mode(False):
+                with inference_guard(False):
                     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             view = self._pool.view(value)
             return value.detach() if view is None else lazily_as(value, view)

@@ -27,6 +27,7 @@ import torch
 
 from segue._compat import (
     current_raw_stream,
+    inference_guard,
     pool_snapshot,
     routing_to_pool,
     stop_routing_to_pool,
@@ -168,7 +169,7 @@ def _can_draw_beside_capture(index: int) -> bool:
             failures.append(error)
 
     thread = threading.Thread(target=draw)
-    with torch.inference_mode(False), torch.no_grad(), without_modes(), torch.cuda.stream(stream):
+    with inference_guard(False), torch.no_grad(), without_modes(), torch.cuda.stream(stream):
         held = torch.zeros(1, device=device)
         graph.capture_begin(capture_error_mode=_MODE)
         try:
@@ -375,7 +376,7 @@ def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:
 
 def _tiny_graph(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(False), torch.cuda.stream(stream):
+    with inference_guard(False), torch.cuda.stream(stream):
         word = torch.zeros(1, device=device)
         was_enabled = gc.isenabled()
         gc.disable()

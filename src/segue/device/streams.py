@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from segue.forks import at_fork
+
 S = TypeVar("S", bound=Hashable)
 
 NUM_STREAMS = 32
@@ -33,6 +35,7 @@ class StreamPool(Generic[S]):
         """how often each stream is lent now; in the order in which they came back"""
         self._returned: deque[S] = deque()
         """not yet counted: a collection, in whatever thread and at whatever moment, may give one back"""
+        at_fork(self, StreamPool._begin_anew)
 
     def take(self) -> S:
         """The stream that was given back last, else one that is not lent, else one of those with the fewest holders."""
@@ -45,6 +48,9 @@ class StreamPool(Generic[S]):
                 stream = min(self._holders, key=self._holders.__getitem__)
             self._holders[stream] = self._holders.get(stream, 0) + 1
             return stream
+
+    def _begin_anew(self) -> None:
+        self._lock = threading.Lock()
 
     def give_back(self, stream: S) -> None:
         """Ends one loan of `stream`. Takes no lock."""

@@ -35,7 +35,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from segue._compat import TorchDispatchMode, asking_frame, never_compiled, run_composite, without_torch_function
+from segue._compat import TorchDispatchMode, asking_frame, is_entered, never_compiled, run_composite, without_torch_function
 from segue.device.operations import Operation, operation, tensors
 
 Location = tuple[CodeType, int]
@@ -99,6 +99,10 @@ class OperationMode(TorchDispatchMode):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
+
+    def __exit__(self, *exception: Any) -> None:
+        if is_entered(self):  # otherwise who was interrupted has left it already
+            super().__exit__(*exception)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -269,6 +273,10 @@ class HostReads(TorchFunctionMode):
         super().__init__()
         self._on_read = on_read
         self._names = _reading_functions()
+
+    def __exit__(self, *exception: Any) -> None:
+        if is_entered(self):
+            super().__exit__(*exception)
 
     @never_compiled
     def __torch_function__(

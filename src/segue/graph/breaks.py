@@ -11,13 +11,14 @@ recorded, and it is unset while a break's body runs. With none set, the mark cos
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from segue._compat import never_compiled, read_while_compiling
+from segue.graph.context import setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,14 +85,9 @@ def is_splitting() -> bool:
     return _splitter.get() is not None
 
 
-@contextmanager
-def splitting(splitter: Splitter | None) -> Iterator[None]:
+def splitting(splitter: Splitter | None) -> AbstractContextManager[None]:
     """What is compiled inside meets `splitter` where it calls marked functions; with None it meets the functions."""
-    token = _splitter.set(splitter)
-    try:
-        yield
-    finally:
-        _splitter.reset(token)
+    return setting(_splitter, splitter)
 
 
 @overload
@@ -206,19 +202,9 @@ def break_graph() -> None:
     """Splits a segmented recording here, with no work in between. A plain no-op elsewhere."""
 
 
-class handling:
-    """Breaks met inside go to `handler`; None makes them plain calls. A class, because each break of a trace enters one."""
-
-    __slots__ = ("_handler", "_token")
-
-    def __init__(self, handler: BreakHandler | None) -> None:
-        self._handler = handler
-
-    def __enter__(self) -> None:
-        self._token: Token[BreakHandler | None] = _handler.set(self._handler)
-
-    def __exit__(self, *_: object) -> None:
-        _handler.reset(self._token)
+def handling(handler: BreakHandler | None) -> AbstractContextManager[None]:
+    """Breaks met inside go to `handler`; None makes them plain calls."""
+    return setting(_handler, handler)
 
 
 class LaneHolder(Protocol):
@@ -292,11 +278,6 @@ def _is_compiled_call() -> bool:
     return _current.get() is not None
 
 
-@contextmanager
-def calling(call: Call) -> Iterator[None]:
+def calling(call: Call) -> AbstractContextManager[None]:
     """`current()` is `call` inside."""
-    token = _current.set(call)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return setting(_current, call)

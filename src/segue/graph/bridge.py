@@ -24,6 +24,7 @@ import torch
 
 from segue._compat import (
     data_address,
+    inference_guard,
     references_to_base,
     references_to_item,
     storage_bytes,
@@ -320,7 +321,7 @@ def _shared_delivery(name: str, note: OutputNote, bridge: int, targets: Sequence
     if not places:
         return lambda leaves: None
     nbytes, (first, first_place) = note.bridges[bridge], places[0]
-    with torch.inference_mode(False):
+    with inference_guard(False):
         start = data_address(targets[first]) - first_place.offset
         memory = tensor_at(start, nbytes, torch.uint8, targets[first].device, (nbytes,), (1,))
 

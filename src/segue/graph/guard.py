@@ -6,45 +6,37 @@ over; a `segue.graph` stays open until `freeze()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from segue.errors import CaptureNotAllowed
+from segue.graph.context import setting
 
-_capturing: ContextVar[bool] = ContextVar("segue_capturing", default=False)
+_capturing: ContextVar[bool | None] = ContextVar("segue_capturing", default=None)
 
 
 def is_capturing() -> bool:
     """Whether this thread is recording right now, on whatever device."""
-    return _capturing.get()
+    return bool(_capturing.get())
 
 
 def capturing() -> AbstractContextManager[None]:
     """`is_capturing()` is true inside."""
-    return _raised(_capturing)
+    return setting(_capturing, True)
 
 
-_lent: ContextVar[bool] = ContextVar("segue_lent", default=False)
+_lent: ContextVar[bool | None] = ContextVar("segue_lent", default=None)
 
 
 def is_lent() -> bool:
     """Whether this thread's allocations come out of a lane's pool right now, outside of a capture."""
-    return _lent.get()
+    return bool(_lent.get())
 
 
 def lent() -> AbstractContextManager[None]:
     """`is_lent()` is true inside."""
-    return _raised(_lent)
-
-
-@contextmanager
-def _raised(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
-    try:
-        yield
-    finally:
-        flag.reset(token)
+    return setting(_lent, True)
 
 
 class CaptureInterrupted(BaseException):
@@ -55,14 +47,9 @@ interruption: ContextVar[Callable[[], bool] | None] = ContextVar("segue_capture_
 """asked at each operation of a watched capture: whether to end it"""
 
 
-@contextmanager
-def interruptible(should_stop: Callable[[], bool]) -> Iterator[None]:
+def interruptible(should_stop: Callable[[], bool]) -> AbstractContextManager[None]:
     """A capture inside ends with `CaptureInterrupted` at the first operation at which `should_stop` says so."""
-    token = interruption.set(should_stop)
-    try:
-        yield
-    finally:
-        interruption.reset(token)
+    return setting(interruption, should_stop)
 
 
 class CaptureGuard:

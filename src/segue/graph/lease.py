@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from segue._compat import data_address, storage_handle, tensor_at
+from segue._compat import data_address, inference_guard, storage_handle, tensor_at
 from segue.device.operations import extent_bytes
 from segue.errors import LeaseError
 from segue.graph.places import Place, place
@@ -201,7 +201,7 @@ class Outputs:
         if self._only is not None:
             return (self._only if cut is None else cut(self._only)).clone()
         if self._is_inference:
-            with torch.inference_mode():
+            with inference_guard(True):
                 results = self._copies(live, cut)
         else:
             results = self._copies(live, cut)
@@ -282,7 +282,7 @@ class Outputs:
             nbytes = -(-(max(a + n for a, n, _ in run) - start) // 16) * 16
             for _, _, index in run:
                 self._kinds[index] = _Member(len(groups), place(self._leaves[index], start))
-            with torch.inference_mode(False):
+            with inference_guard(False):
                 device = self._leaves[run[0][2]].device
                 groups.append(tensor_at(start, nbytes, torch.uint8, device, (nbytes,), (1,)))
         return groups

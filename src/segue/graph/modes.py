@@ -7,9 +7,10 @@ modes than its recording was started with carries them along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from segue._compat import (
     cudnn_tries,
     fp32_precision,
     has_function_modes,
+    inference_guard,
     is_any_autocast_enabled,
     is_deterministic,
     matmul_precision,
@@ -32,6 +34,8 @@ from segue._compat import (
     uses_cudnn,
     uses_mkldnn,
 )
+
+T = TypeVar("T")
 
 
 class Autocast(NamedTuple):
@@ -115,22 +119,22 @@ def _autocast(device_type: str) -> tuple[Any, ...]:
     return tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds])
 
 
-@contextmanager
-def under(modes: Modes) -> Iterator[None]:
-    """Runs a block under `modes`, and puts the present ones back."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(modes.is_inference))
-        stack.enter_context(torch.set_grad_enabled(modes.is_grad_enabled))
-        for kind, is_enabled, dtype in modes.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-        yield
+def under(modes: Modes, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Calls `function` under `modes`, and puts the present ones back."""
+    dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind, _, _ in modes.autocast]
+    try:
+        with inference_guard(modes.is_inference):  # puts grad mode and what autocast casts back as well
+            with ExitStack() as stack:
+                stack.enter_context(torch.set_grad_enabled(modes.is_grad_enabled))
+                for kind, is_enabled, dtype in modes.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
+                return function(*args, **kwargs)
+    finally:
+        for kind, dtype in dtypes:
+            torch.set_autocast_dtype(kind, dtype)
 
 
 def bound(function: Callable[..., Any], modes: Modes) -> Callable[..., Any]:
     """`function`, always under `modes`."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with under(modes):
-            return function(*args, **kwargs)
-
-    return call
+    return functools.partial(under, modes, function)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from segue._compat import data_address
+from segue._compat import data_address, inference_guard
 from segue.device import Capture, Device, DeviceGraph, Pool
 from segue.device.operations import Operation, is_strided, plain_arguments, tensors, touched
 from segue.device.watch import Location, describe_line, user_line
@@ -282,7 +282,7 @@ class Recorder:
     def _split_after(self, index: int, op: Operation, location: Location | None, results: list[torch.Tensor]) -> None:
         """Ends the segment that holds `op` alone; operations that are no work (views) leave none."""
         assert self._session is not None
-        with self._session.unrecorded(), torch.inference_mode(False), torch.no_grad():
+        with self._session.unrecorded(), inference_guard(False), torch.no_grad():
             aliases = tuple([self._ownership.keep(r) for r in results])
         num_steps = len(self._steps)
         self._end_segment(())
@@ -306,7 +306,7 @@ class Recorder:
 
     def on_break(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         modes = current_modes(self._device.kind)
-        with torch.inference_mode(False), torch.no_grad():
+        with inference_guard(False), torch.no_grad():
             return self._on_break(mark, None if modes == self._modes else modes, args, kwargs)
 
     def _on_break(self, mark: Mark, modes: Modes | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -400,15 +400,15 @@ def _describe(operation: tuple[Operation, Location | None] | None) -> str:
     return f"{operation[0].name} at {describe_line(operation[1]) or 'an unknown line'}"
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
+class _no_collection:
     """Addresses must not depend on when the cyclic collector runs, nor may it free device memory during capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
+
+    def __enter__(self) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_enabled:
             gc.enable()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from segue._compat import storage_handle, tensor_handle
+from segue._compat import inference_guard, storage_handle, tensor_handle
 from segue.device.operations import Operation, tensors
 from segue.device.watch import OperationMode
 from segue.graph.breaks import Mark, around_bodies
@@ -18,7 +18,7 @@ from segue.graph.modes import kernel_modes
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """All of the memory that a written tensor is part of: the noted one may be a view of another part."""
     storage = tensor.untyped_storage()
-    with torch.inference_mode(False):
+    with inference_guard(False):
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
 

@@ -184,17 +184,17 @@ def _watching(watch: _TraceMode | None, device: Device, trace: Trace) -> Iterato
         yield
 
 
-@contextmanager
-def without_autocast_cache() -> Iterator[None]:
+class without_autocast_cache:
     """Autocast's weight cache would freeze a cast copy of a weight, or lend one capture's casts to the next."""
-    was_enabled = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        self._was_enabled = torch.is_autocast_cache_enabled()
         torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(was_enabled)
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._was_enabled)
 
 
 class _TraceMode(OperationMode):

@@ -30,6 +30,7 @@ from segue._compat import (
     MOST_INLINE,
     TensorLayout,
     dispatch_keys,
+    inference_guard,
     storage_handle,
     storage_weakref,
     tensor_at,
@@ -131,7 +132,7 @@ class _Words:
     def __init__(self, places: list[int]) -> None:
         start, end = min(places), max(places) + 8
         self.buffer = bytearray(8 * len(places))
-        with torch.inference_mode(False):
+        with inference_guard(False):
             self.memory = tensor_at(start, end - start, torch.int64, torch.device("cpu"), ((end - start) // 8,), (1,))
             self.index = torch.tensor([(p - start) // 8 for p in places], dtype=torch.int64, device="cpu")
             self.now = torch.frombuffer(self.buffer, dtype=torch.int64)

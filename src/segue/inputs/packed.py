@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from segue._compat import mark_varying
+from segue._compat import inference_guard, mark_varying
 from segue.errors import ConfigError, InputError
 from segue.inputs.slots import Slot
 
@@ -40,7 +40,7 @@ class PackedInputs:
             raise ConfigError(f"max_tokens is {max_tokens}, max_requests {max_requests}; both must be at least 1")
         self._is_host = torch.device(device).type == "cpu"
         size = self._place(max_tokens, max_requests)[1]
-        with torch.inference_mode(False), torch.no_grad():
+        with inference_guard(False), torch.no_grad():
             self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
             sides = () if self._is_host else (0, 1)
             self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in sides]
@@ -84,7 +84,7 @@ class PackedInputs:
                 if not 1 <= size <= most:
                     raise InputError(f"{name} is {size}; the static inputs hold 1 to {most}")
             places, nbytes = self._place(tokens, requests)
-            with torch.inference_mode(False), torch.no_grad():
+            with inference_guard(False), torch.no_grad():
                 used, *sides = (buffer[:nbytes] for buffer in (self._buffer, *self._hosts))
                 views = {name: _typed(used, *place) for name, place in places.items()}
                 arrays = [{n: _typed(side, *place).numpy() for n, place in places.items()} for side in sides or [used]]

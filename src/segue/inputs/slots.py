@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from segue._compat import inference_guard
 from segue.errors import ConfigError, InputError
 from segue.inputs.copy import grouped_copy
 from segue.inputs.padding import Padding
@@ -78,7 +79,7 @@ class StaticInputs:
         if max_tokens < 1 or max_requests < 1:
             raise ConfigError(f"max_tokens is {max_tokens}, max_requests {max_requests}; both must be at least 1")
         self.max_tokens, self.max_requests = max_tokens, max_requests
-        with torch.inference_mode(False), torch.no_grad():
+        with inference_guard(False), torch.no_grad():
             self._buffers = {name: self._allocate(slot, device) for name, slot in self.slots.items()}
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
 
@@ -132,7 +133,7 @@ class StaticInputs:
         for name, size, most in (("tokens", tokens, self.max_tokens), ("requests", requests, self.max_requests)):
             if not 1 <= size <= most:
                 raise InputError(f"{name} is {size}; the static inputs hold 1 to {most}")
-        with torch.inference_mode(False), torch.no_grad():
+        with inference_guard(False), torch.no_grad():
             return {
                 name: buffer if slot.axis is None else buffer[: slot.full_shape(tokens, requests)[0]]
                 for (name, slot), buffer in zip(self.slots.items(), self._buffers.values())

@@ -16,11 +16,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from segue.device import Device, Pool
 from segue.errors import ReplayError
+from segue.forks import at_fork
 from segue.graph.guard import lent
 from segue.memory.loan import Loan
 from segue.observe.report import format_bytes
@@ -50,7 +51,8 @@ class Lane:
         self._is_mine: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._last_stream: Any = None
         self._last_key: int | None = None
-        self._passes = 0
+        self._collected: bool | None = None
+        """in a capture pass: whether the garbage collector was on before"""
         self.num_aside = 0
         """bodies that its holder runs now: they may wait for another thread, which must not wait for the lane then"""
         self.is_recording = False
@@ -62,6 +64,7 @@ class Lane:
         self._local = threading.local()
         self._give_stream_back = weakref.finalize(self, device.give_stream_back, self.stream)
         self._give_stream_back.atexit = False
+        at_fork(self, Lane._begin_anew)
 
     @property
     def pool(self) -> Pool:
@@ -140,48 +143,57 @@ class Lane:
     def let_go(self) -> None:
         """Leaves the lane if this thread holds it: for who was interrupted and does not know."""
         while self._is_mine():
-            self.is_recording = False
+            self.settle()
             self.leave()
 
-    @contextmanager
-    def exclusive(self, *, is_upkeep: bool = False) -> Iterator[None]:
-        is_inner = self._is_mine()  # and refused
-        try:
-            self.enter(is_upkeep=is_upkeep)
-            yield
-        finally:
-            if not is_inner:
-                self.let_go()
+    def settle(self) -> None:
+        """What its holder ran is over: no body, no recording, no capture pass. Anything that was interrupted may be settled,
+        settling too."""
+        self.num_aside = 0
+        self.is_recording = False
+        self.end_pass()
+
+    def exclusive(self, *, is_upkeep: bool = False) -> AbstractContextManager[None]:
+        """Enters and leaves; raises as `enter` does."""
+        return _Exclusive(self, is_upkeep)
+
+    def _begin_anew(self) -> None:
+        """In a forked child: of who held the lane in another thread nothing is left."""
+        if not self._is_mine():
+            self._lock = threading.RLock()
+            self._is_mine = self._lock._is_owned  # type: ignore[attr-defined]
+            self.settle()
 
     @property
     def is_entered(self) -> bool:
         """Whether this thread holds the lane."""
         return self._is_mine()
 
-    @contextmanager
-    def capture_pass(self) -> Iterator[None]:
-        """Room is made once for all captures inside, and the garbage collector is off and frozen meanwhile.
+    def capture_pass(self) -> AbstractContextManager[None]:
+        """Room is made once for all captures inside, and the garbage collector is off and frozen meanwhile. Nested passes
+        share the outer one.
 
         Memory is flushed only where it is short, since that waits for the device: otherwise the warm-ups that were
         queued before go on while the host records."""
-        self._passes += 1
-        if self._passes > 1:  # nested passes share the outer one
-            try:
-                yield
-            finally:
-                self._passes -= 1
-            return
-        was_enabled = gc.isenabled()
+        return _CapturePass(self)
+
+    def begin_pass(self) -> bool:
+        """Whether a capture pass has begun: there was none."""
+        if self._collected is not None:
+            return False
         self.device.make_room()
+        self._collected = gc.isenabled()
         gc.disable()
         gc.freeze()
-        try:
-            yield
-        finally:
-            self._passes -= 1
+        return True
+
+    def end_pass(self) -> None:
+        """Ends the capture pass, if there is one."""
+        if self._collected is not None:
             gc.unfreeze()
-            if was_enabled:
+            if self._collected:
                 gc.enable()
+            self._collected = None
 
     @contextmanager
     def lend(self) -> Iterator[Loan]:
@@ -251,3 +263,39 @@ class Lane:
             if self._give_stream_back.alive:
                 self.device.order(self._last_stream, self.stream)  # a replay under way may use the stream's workspaces
                 self._give_stream_back()
+
+
+class _Exclusive:
+    """A class, as a pass is: a generator that a signal's handler kept from ending would leave the lane some time later."""
+
+    __slots__ = ("_is_upkeep", "_lane")
+
+    def __init__(self, lane: Lane, is_upkeep: bool) -> None:
+        self._lane = lane
+        self._is_upkeep = is_upkeep
+
+    def __enter__(self) -> None:
+        is_inner = self._lane.is_entered  # and refused
+        try:
+            self._lane.enter(is_upkeep=self._is_upkeep)
+        except BaseException:
+            if not is_inner:
+                self._lane.let_go()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lane.let_go()
+
+
+class _CapturePass:
+    __slots__ = ("_is_outer", "_lane")
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def __enter__(self) -> None:
+        self._is_outer = self._lane.begin_pass()
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_outer:
+            self._lane.end_pass()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from segue._compat import inference_guard
 from segue.device.watch import describe_line, user_line
 from segue.errors import WorkspaceError
 from segue.graph.guard import is_capturing
@@ -80,5 +81,5 @@ class Workspace:
         )
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        with torch.inference_mode(False):
+        with inference_guard(False):
             return torch.empty(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=self.device)

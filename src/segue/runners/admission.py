@@ -26,6 +26,7 @@ from segue.graph import Call, Recording, Trace, calling
 from segue.graph.audit import Audit
 from segue.graph.breaks import around_bodies
 from segue.graph.bridge import Argument, External
+from segue.graph.context import setting
 from segue.graph.effects import BodyEffects, HostState, hooks
 from segue.graph.guard import interruption
 from segue.graph.lease import Outputs, as_returned
@@ -122,7 +123,7 @@ def admit(
     known = facts(inputs)
     bodies = BodyEffects(reach, before)
     starts = [(g, g.get_state()) for g in (default_generator(static.device), *reach.generators())]
-    with calling(Call(args, kwargs)), _watching(bodies):
+    with calling(Call(args, kwargs)), setting(around_bodies, bodies.around):
         output, trace = backend.trace(lambda: function(*called, **named))
     written = {i for i, t in enumerate(inputs) if _is_written(t, versions[i], trace)}
     static.uncounted = {i for i in written if versions[i] is not None and _version(inputs[i]) == versions[i]}
@@ -189,15 +190,6 @@ def _carriers(scan: Scan) -> list[Any]:
     """What of a call is no tensor and may lead to some."""
     leaves = [leaf for leaf in scan.leaves if not isinstance(leaf, torch.Tensor)]
     return [*leaves, *(scan.structure.objects if isinstance(scan.structure, Spec) else ())]
-
-
-@contextmanager
-def _watching(bodies: BodyEffects) -> Iterator[None]:
-    token = around_bodies.set(bodies.around)
-    try:
-        yield
-    finally:
-        around_bodies.reset(token)
 
 
 @contextmanager

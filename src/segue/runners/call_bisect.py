@@ -24,8 +24,7 @@ from segue.graph.effects import HostState
 from segue.graph.reach import Reach
 from segue.graph.state import unchanged, undoing_writes
 from segue.memory.lane import Lane
-from segue.observe.decision import Reason
-from segue.runners.call_dispatch import Found, plainly_because
+from segue.runners.call_dispatch import Found, Inlined
 from segue.runners.call_graph import StaticCall
 from segue.runners.callable import GraphedCallable, graph
 
@@ -50,13 +49,12 @@ def _bisect(wrapped: GraphedCallable, args: tuple[Any, ...], kwargs: dict[str, A
     if found.entry is None:
         raise CaptureError(f"segue.bisect compares replays, and this call runs eagerly ({found.reason}): {found.detail}")
     state = HostState(Reach(wrapped._function))
-    token = plainly_because.set(Reason.CAPTURING)
+    has_grad = torch.is_grad_enabled() and not wrapped._dispatch.options.inference
     try:
-        with torch.no_grad() if wrapped._dispatch.options.inference else torch.set_grad_enabled(torch.is_grad_enabled()):
+        with Inlined(), torch.set_grad_enabled(has_grad):
             with calling(Call(args, kwargs)), _recorded(wrapped, found) as (recording, static, lane):
                 return _compare(wrapped, recording, static, lane, found)
     finally:
-        plainly_because.reset(token)
         state.restore()
 
 

@@ -20,6 +20,9 @@ from segue._compat import is_observed, is_stream_capturing
 from segue.backends import Backend, make_backend
 from segue.backends.base import RecordingBackend
 from segue.device import get_device
+from segue.forks import at_fork
+from segue.graph.breaks import lane_holder
+from segue.graph.context import setting
 from segue.memory.lane import Lane
 from segue.observe.decision import Reason
 from segue.runners.admission import held_by
@@ -29,7 +32,19 @@ from segue.runners.call_padding import Padded, Padding, padded_key, shape_key
 from segue.runners.call_shortcut import Known, Shortcuts
 from segue.runners.call_store import CallStore, Entry
 
-plainly_because: ContextVar[Reason | None] = ContextVar("segue_calls_run_plainly_because", default=None)
+
+class Inside:
+    """Why wrapped calls run eagerly for a while. Tasks and threads that are begun meanwhile take it along in their context,
+    and may outlive it: then it is over there too, where it is a call's."""
+
+    __slots__ = ("is_over", "reason")
+
+    def __init__(self, reason: Reason) -> None:
+        self.reason = reason
+        self.is_over = False
+
+
+plainly_because: ContextVar[Inside | None] = ContextVar("segue_calls_run_plainly_because", default=None)
 """set while this thread is inside a wrapped call, or graphs are switched off"""
 _AUTOGRAD = "grad mode is on and a tensor requires grad: use torch.no_grad(), or inference=True"
 _OBSERVED = (
@@ -41,11 +56,38 @@ _WIDE_GAPS = f"the memory from an argument's first to its last element is over {
 @contextmanager
 def disabled() -> Iterator[None]:
     """Every `segue.graph` called inside, in this thread or task, runs eagerly: for hunting a bug. Nests."""
-    token = plainly_because.set(Reason.DISABLED)
-    try:
+    with setting(plainly_because, Inside(Reason.DISABLED)):
         yield
-    finally:
-        plainly_because.reset(token)
+
+
+class Inlined(Inside):
+    """A block in which wrapped calls are part of one that is recorded or replayed, by the holder of `lane` where given."""
+
+    __slots__ = ("_before", "_lane")
+
+    def __init__(self, lane: Lane | None = None) -> None:
+        super().__init__(Reason.CAPTURING)
+        self._lane = lane
+        self._before = plainly_because.get(), lane_holder.get()
+
+    def __enter__(self) -> None:
+        plainly_because.set(self)
+        if self._lane is not None:
+            lane_holder.set(self._lane)
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        inside, holder = self._before
+        plainly_because.set(inside)
+        if self._lane is not None:
+            self._lane.settle()
+            lane_holder.set(holder)
+
+
+def why_plain() -> Reason | None:
+    """Why a wrapped call runs eagerly here and now, whatever it is."""
+    inside = plainly_because.get()
+    return None if inside is None or inside.is_over else inside.reason
 
 
 class Site:
@@ -89,18 +131,25 @@ class CallDispatch:
         self._shortcuts = Shortcuts()
         self._has_shortcuts = self._padding is None and options.backend != "disabled"
         self._lock = threading.Lock()
+        at_fork(self, CallDispatch._begin_anew)
+
+    def _begin_anew(self) -> None:
+        self._lock = threading.Lock()
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """Where a call belongs that looks as an earlier one and has a recording, so that nothing needs taking apart: what
         `find` would say, sooner. None where that must be asked."""
-        if kwargs or not args or not self._has_shortcuts or self.is_closed or plainly_because.get() is not None:
+        if kwargs or not args or not self._has_shortcuts or self.is_closed:
+            return None
+        inside = plainly_because.get()
+        if inside is not None and not inside.is_over:
             return None
         known = self._shortcuts.find(args)
         return None if known is None or is_observed() or _is_being_captured(known.device_type) else known
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         """Where a call belongs, or why it must run eagerly. Runs and counts nothing; a new key gets its entry."""
-        why = plainly_because.get()
+        why = why_plain()
         if why is not None:
             return Found(None, None, None, None, why)
         if self.is_closed or self.options.backend == "disabled":

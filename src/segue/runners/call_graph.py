@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from segue._compat import data_address, storage_handle
+from segue._compat import data_address, inference_guard, storage_handle
 from segue.backends.base import Replayable
 from segue.graph import Call, calling
 from segue.graph.audit import Audit
@@ -51,7 +51,7 @@ class StaticCall:
         """arguments that overlap themselves, and what is copied of them"""
         self.with_gaps: set[int] = set()
         """storages of buffers with gaps, where nothing is copied"""
-        with torch.inference_mode(False), torch.no_grad():
+        with inference_guard(False), torch.no_grad():
             for i in self.distinct:
                 made[i] = _buffer(scan.tensors[i], None if padded is None else padded.shapes[i])
                 memory = without_overlap(made[i])
@@ -111,7 +111,7 @@ class StaticCall:
 
     def _fit(self, sizes: tuple[int, ...]) -> tuple[Any, Any]:
         heads, tails = dict(self._heads), []
-        with torch.inference_mode(False), torch.no_grad():
+        with inference_guard(False), torch.no_grad():
             for (i, dim, fill), real in zip(self._pads, sizes, strict=True):
                 rung = heads[i].shape[dim]
                 if real < rung:

@@ -14,21 +14,24 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from segue._compat import has_function_modes
+from segue._compat import end_grad_modes, has_function_modes, is_grad_enabled
 from segue.errors import BreakOutputError, BreakStateError, StrictModeError
+from segue.forks import at_fork
 from segue.graph import Call, calling, eager_on_graph
-from segue.graph.breaks import lane_holder, running_body
+from segue.graph.breaks import running_body
+from segue.graph.context import put_back
 from segue.graph.guard import CaptureInterrupted, interruption, is_lent
 from segue.graph.lease import Cut, Lease
 from segue.observe.decision import Reason
 from segue.runners.admission import CHANGED_ARGUMENT, Admission, admit, keeps_arguments
 from segue.runners.background import Background
-from segue.runners.call_dispatch import CallDispatch, Site, plainly_because
+from segue.runners.call_dispatch import CallDispatch, Inlined, Site, plainly_because
 from segue.runners.call_graph import Tensors
 from segue.runners.call_key import Scan, facts
 from segue.runners.call_padding import Padded, cut
@@ -75,23 +78,33 @@ class CallRunner:
         self._recorded = self.run if self.options.debug != "forward" else _as_one_break(self.run, self.name)
         """what is recorded: in debug mode the whole call as one break"""
         self._lock = threading.Lock()
+        at_fork(self, CallRunner._begin_anew)
         self._background = Background(self) if self.options.capture == "background" else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to one call."""
-        is_outer = plainly_because.get() is None
+        before, has_grad = copy_context(), is_grad_enabled()
         try:
             return self._call(args, kwargs) if self._background is None else self.gated(self._call, args, kwargs)
-        except BaseException:
-            if is_outer:
-                self._let_go()
+        except BaseException as error:
+            self._put_back(before, has_grad, error)
             raise
 
-    def _let_go(self) -> None:
-        """What this thread's call holds that an exception ended, were it by a signal's handler that raises at any place."""
-        plainly_because.set(None)
-        for site in list(self.dispatch.sites.values()):
-            site.lane.let_go()
+    def _put_back(self, before: Context, has_grad: bool, error: BaseException) -> None:
+        """What a call held or set that an exception ended, were it by a signal's handler that raises at any place: where it
+        did so between a value and the block that resets it, nothing else does."""
+        inside, outer = plainly_because.get(), before.get(plainly_because)
+        if inside is not None and inside is not outer:
+            inside.is_over = True
+        put_back(before)
+        end_grad_modes(error, has_grad)
+        if outer is None or outer.is_over:
+            for site in list(self.dispatch.sites.values()):
+                site.lane.let_go()
+
+    def _begin_anew(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
 
     def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain function."""
@@ -104,11 +117,16 @@ class CallRunner:
         """No call overlaps a capture in the background; a call inside such a capture is part of it."""
         if self._background is None or interruption.get() is not None:
             return call(args, kwargs)
-        self._background.gate.enter()
+        gate = self._background.gate
+        depth = gate.depth()
         try:
-            return call(args, kwargs)
-        finally:
-            self._background.gate.leave()
+            gate.enter()
+            answer = call(args, kwargs)
+            gate.leave(depth)
+            return answer
+        except BaseException:
+            gate.leave(depth)
+            raise
 
     def stop(self) -> None:
         """Ends captures in the background; returns when their thread has ended."""
@@ -150,7 +168,7 @@ class CallRunner:
         lane = site.lane
         if not lane.enter(may_pass=True):
             return _Apart(Reason.LANE_BUSY)
-        token = holder = None
+        inlined: Inlined | None = None
         try:
             graph = entry.graph
             if graph is None:  # evicted while this thread waited
@@ -159,7 +177,7 @@ class CallRunner:
                 site.store.drop(entry, Reason.REBOUND)
                 entry.note_rebound()
                 return _Apart(None)
-            if torch.is_grad_enabled() and not self.options.inference and graph.audit.requires_grad():
+            if is_grad_enabled() and not self.options.inference and graph.audit.requires_grad():
                 return _Apart(Reason.AUTOGRAD)
             aliased = None if graph.answers_all else graph.cannot_answer(tensors)
             if aliased is not None:
@@ -180,12 +198,13 @@ class CallRunner:
                     lane.device.order(stream, lane.device.current_stream())
                 site.readers.clear()
             if self._verify_every and not entry.unverified and self._is_due(entry):
-                token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
-                return self._verified(site, entry, tensors, args, kwargs, cut_rows)
+                with Inlined(lane):
+                    return self._verified(site, entry, tensors, args, kwargs, cut_rows)
             if graph.has_breaks:
-                token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
+                inlined = Inlined(lane)
+                inlined.__enter__()
             outputs = self.options.outputs
-            if self.options.inference and torch.is_grad_enabled():  # as the pass itself
+            if self.options.inference and is_grad_enabled():  # as the pass itself
                 with torch.no_grad():
                     result = graph.answer(tensors, args, kwargs, cut_rows, is_view=outputs != "clone")
             else:
@@ -205,9 +224,8 @@ class CallRunner:
             entry.refuse(Reason.CAPTURE_FAILED, str(error))
             raise
         finally:
-            if token is not None and holder is not None:
-                plainly_because.reset(token)
-                lane_holder.reset(holder)
+            if inlined is not None:
+                inlined.__exit__()
             lane.leave()
 
     def _cold(
@@ -262,37 +280,33 @@ class CallRunner:
         try:
             if entry.graph is not None or entry.pending is not None or self.dispatch.is_closed:
                 return None
-            token, holder = plainly_because.set(Reason.CAPTURING), lane_holder.set(lane)
-            lane.is_recording, lane.num_passed = True, 0
             try:
-                admission, complete = admit(
-                    self._recorded, self.dispatch.function, site.backend, entry, call, padded, args, kwargs
-                )
-                entry.operations = max(admission.operations, 1)
-                if complete is not None and not is_later and not lane.num_passed:
-                    complete()
-                if lane.num_passed:
-                    complete = None
-                    _give_up(admission)
+                with Inlined(lane):
+                    lane.is_recording, lane.num_passed = True, 0
+                    admission, complete = admit(
+                        self._recorded, self.dispatch.function, site.backend, entry, call, padded, args, kwargs
+                    )
+                    entry.operations = max(admission.operations, 1)
+                    if complete is not None and not is_later and not lane.num_passed:
+                        complete()
+                    if lane.num_passed:
+                        complete = None
+                        _give_up(admission)
             except BaseException:  # the function's own: an eager call
                 self._count(Reason.FIRST_SEEN)
                 raise
-            finally:
-                lane.is_recording = False
-                plainly_because.reset(token)
-                lane_holder.reset(holder)
             if complete is not None and is_later:
+                assert self._background is not None
+                answered, admission.output = replace(admission), None
+                device = lane.device.device  # added first: what is not pending, since this was interrupted, is not done
+                self._background.add(lambda: self._complete(site, entry, admission, complete), device)
                 entry.pending, entry.reason, entry.detail = admission, Reason.IN_BACKGROUND, _WAITS
             else:
                 self._settle(site, entry, admission)
         finally:
-            lane.leave()
+            lane.let_go()
         if complete is not None and is_later:
-            assert self._background is not None
             self._count(Reason.FIRST_SEEN)
-            answered = replace(admission)
-            admission.output = None
-            self._background.add(lambda: self._complete(site, entry, admission, complete), site.lane.device.device)
             return answered
         self._count(admission.reason or Reason.FIRST_SEEN)
         self._check_strictly(admission)
@@ -306,15 +320,13 @@ class CallRunner:
             if self.dispatch.is_frozen:
                 entry.pending, entry.reason, entry.detail = None, Reason.NOT_CAPTURED, entry.without_capture
                 return
-            token = plainly_because.set(Reason.CAPTURING)
             try:
-                complete()
+                with Inlined():
+                    complete()
             except CaptureInterrupted:
                 raise
             except BaseException as error:  # nobody waits for this thread: it must not be lost
                 admission.reason, admission.detail = Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}"
-            finally:
-                plainly_because.reset(token)
             if self.options.strict and admission.graph is not None and admission.effects:
                 admission.graph.close()
                 admission.graph, admission.reason, admission.detail = None, Reason.UNSAFE_EFFECTS, _effects(admission)
@@ -404,6 +416,9 @@ class CallRunner:
     def _count(self, reason: Reason) -> None:
         with self._lock:
             self.eager[reason] += 1
+
+
+CallRunner.call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what a caller compiles splits there
 
 
 def _give_up(admission: Admission) -> None:
