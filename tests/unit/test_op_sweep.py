@@ -51,6 +51,7 @@ NOT_JUDGED = {
     "empty_permuted": "its result has no defined values",
     "new_empty": "its result has no defined values",
     "new_empty_strided": "its result has no defined values",
+    "nn.functional.max_unpool2d": "threads race where indices repeat: eager answers otherwise from call to call",
 }
 
 LAST_BITS = {
