@@ -190,11 +190,14 @@ def _asking(
         name = None if _is_torchs(func) else next((n for n, held in vars(torch.Tensor).items() if held is func), None)
         return (func if name is None else getattr(torch.Tensor.__mro__[1], name, func)), args, kwargs
     code = asking.f_code
-    own = _inside(func, code)
+    is_torchs = _is_torchs(func)  # such a one may hold what asks for it (`torch.unique`, which dispatches by a flag)
+    own = (
+        None if is_torchs and func.__code__ is not code else _inside(func, code)
+    )
     if own is None:
         named = asking.f_globals.get(code.co_name), vars(torch.Tensor).get(code.co_name)
         is_named = any([held is func for held in named])
-        if code.co_freevars or (not is_named and (_is_torchs(func) or not code.co_filename.startswith(_TORCH))):
+        if code.co_freevars or (not is_named and (is_torchs or not code.co_filename.startswith(_TORCH))):
             return func, args, kwargs
         own = FunctionType(code, asking.f_globals, code.co_name)
     called = _as_called(asking, args, kwargs or {})
