@@ -366,3 +366,31 @@ def test_on_a_gpu_it_is_lazy_where_captures_hurt_the_random_draws_of_others() ->
 def test_an_unknown_way_to_capture_is_refused() -> None:
     with pytest.raises(ConfigError, match="background"):
         segue.graph(lambda x: x, capture="startup")
+
+
+def test_an_attribute_that_is_set_between_calls_stays_though_a_capture_is_under_way() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.calls = 1.0, 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = 1
+            if threading.current_thread() is not threading.main_thread():
+                begun.set()
+                assert may_end.wait(20)
+            return x * self.factor
+
+    model, x = Scaled(), torch.ones(3)
+    step = segue.graph(model, capture="background")
+    for _ in range(2):
+        step(x)
+    assert begun.wait(20)
+    model.factor = 3.0
+    may_end.set()
+    for _ in range(4):
+        settled(step)
+        same(step(x), x * 3)
+    assert model.factor == 3.0 and step.report().replays

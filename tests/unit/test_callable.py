@@ -131,11 +131,23 @@ def test_what_cannot_be_wrapped_or_asked_is_refused() -> None:
         {"verify": "often"},
         {"outputs": "steal"},
         {"pad": {"z": segue.Pad(ladder=[1])}},
+        {"pad": segue.Pad(ladder=[1])},
+        {"pad": {"x": [1, 2]}},
+        {"strict": "no"},
+        {"inference": "false"},
     ):
         with pytest.raises(ConfigError):
             segue.graph(lambda x: x, **options)
+    for pad in ({"ladder": 4}, {"ladder": "48"}, {"ladder": [4], "dim": True}, {"ladder": [4], "dim": -1}):
+        with pytest.raises(ConfigError, match=r"ladder|dim"):
+            segue.Pad(**pad)
+    with pytest.raises(ValueError, match="holds no tensor"):
+        segue.copy_to(3)
     with pytest.raises(TypeError):
         segue.graph(lambda x: x, speed=11)
+    for arguments in ((), (1, 2)):
+        with pytest.raises(TypeError, match="argument"):
+            segue.graph(lambda x: x).explain(*arguments)
 
 
 async def a_coroutine(x: torch.Tensor) -> torch.Tensor:

@@ -131,6 +131,29 @@ def test_an_interrupted_call_leaves_nothing_behind(
         assert at > 20 * stride
 
 
+ENDING = tuple(str(Path(segue.__file__).parent / file) for file in ("runners/call_store.py", "device", "memory/lane.py"))
+
+
+def test_a_call_that_is_interrupted_while_it_drops_a_recording_leaves_a_callable_that_answers() -> None:
+    x, other = torch.ones(2, 4), torch.ones(3, 4)
+    for at in range(10_000):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        step = segue.graph(model, inference=True)
+        for _ in range(3):
+            step(x)
+        model[0].weight = torch.nn.Parameter(torch.ones(4, 4))  # rebound: the next call drops its recording, and the pool
+        if not interrupts(lambda step=step: step(x), at, ENDING):
+            break
+        for _ in range(4):
+            for given in (x, other):
+                same(step(given), model(given))
+        for _ in range(100):
+            step(x)
+        assert step.report().replays > 20, (at, str(step.report()))
+        step.close()
+    assert at > 10
+
+
 @FUNCTIONS
 def test_an_interrupted_call_ends_nothing_once_its_traceback_is_forgotten(function: Callable[..., Any]) -> None:
     x = torch.ones(2, 4)

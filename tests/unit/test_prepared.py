@@ -211,10 +211,28 @@ def test_values_and_state_that_a_body_returns_are_looked_at_each_time(lane: Lane
 def test_what_cannot_be_called_is_told_at_once(lane: Lane, given: Any) -> None:
     with pytest.raises(ValueError, match="prepare"):
         segue.eager_on_graph(prepare=given)(lambda x: x)
+    with pytest.raises(ValueError, match="fake"):
+        segue.eager_on_graph(fake=given)(lambda x: x)
+    with pytest.raises(TypeError, match="eager_on_graph marks functions"):
+        segue.eager_on_graph(given)
     marked = segue.eager_on_graph(prepare=lambda x: given)(lambda x: None)
     x = torch.ones(2, device=lane.device.device)
     recorded = record(lane, lambda: (marked(x), x * 2)[1], "breakable")
     with pytest.raises(TypeError, match="prepare returned"):
+        replay(lane, recorded)
+
+
+def test_names_of_parameters_are_given_as_several() -> None:
+    for option in ("static", "writes"):
+        with pytest.raises(ValueError, match="give names"):
+            segue.eager_on_graph(**{option: "x"})(lambda x: x)
+
+
+def test_a_prepare_that_takes_other_arguments_is_told_with_the_breaks_name(lane: Lane) -> None:
+    marked = segue.eager_on_graph(prepare=lambda y, z: None)(lambda x: None)
+    x = torch.ones(2, device=lane.device.device)
+    recorded = record(lane, lambda: (marked(x), x * 2)[1], "breakable")
+    with pytest.raises(TypeError, match=r"break .*prepare does not take the body's arguments"):
         replay(lane, recorded)
 
 

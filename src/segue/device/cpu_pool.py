@@ -123,14 +123,10 @@ class CpuPool:
 
     def close(self) -> None:
         self.reserved_bytes = self.live_bytes = 0
-        self._chunks.clear()
-        self._starts.clear()
-        self._views.clear()
-        self._guards.clear()
-        self._live.clear()
-        self._blocks.clear()
-        for free in self._free:
-            free.clear()
+        before = self._chunks, self._guards  # they go with this frame: nothing below calls anything, to be interrupted at
+        self._chunks, self._starts, self._by_start, self._views = [], [], {}, {}
+        self._guards, self._live, self._blocks, self._free = {}, {}, {}, ([], [])
+        del before
 
     def allocate(self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """A tensor in a block of its own, filled with poison: NaN, or a large integer."""

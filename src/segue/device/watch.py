@@ -191,9 +191,7 @@ def _asking(
         return (func if name is None else getattr(torch.Tensor.__mro__[1], name, func)), args, kwargs
     code = asking.f_code
     is_torchs = _is_torchs(func)  # such a one may hold what asks for it (`torch.unique`, which dispatches by a flag)
-    own = (
-        None if is_torchs and func.__code__ is not code else _inside(func, code)
-    )
+    own = None if is_torchs and func.__code__ is not code else _inside(func, code)
     if own is None:
         named = asking.f_globals.get(code.co_name), vars(torch.Tensor).get(code.co_name)
         is_named = any([held is func for held in named])

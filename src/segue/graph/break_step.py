@@ -100,10 +100,21 @@ class Break:
         result = self._function(*self._args, **self._kwargs)
         self._deliver(result)
         if self._prepare is not None:
-            prepared = self._prepare(*self._args, **self._kwargs) if result is self._out or self._out is None else None
+            prepared = None
+            if result is self._out or self._out is None:
+                prepared = self._call_prepare(self._prepare)
             if prepared is not None and not callable(prepared):
                 raise TypeError(f"break {self.mark.name}: prepare returned {prepared!r}, which cannot be called")
             self._prepared, self._prepare = prepared, None
+
+    def _call_prepare(self, prepare: Callable[..., Any]) -> Any:
+        try:
+            inspect.signature(prepare).bind(*self._args, **self._kwargs)
+        except TypeError as error:
+            raise TypeError(f"break {self.mark.name}: prepare does not take the body's arguments: {error}") from None
+        except ValueError:  # it has no signature that can be read
+            pass
+        return prepare(*self._args, **self._kwargs)
 
 
 class RebuiltBreak(Break):

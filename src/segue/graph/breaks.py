@@ -128,7 +128,7 @@ def eager_on_graph(
             written to ``out``, an argument, or None.
 
     Raises:
-        ValueError: `static` or `writes` names no parameter of the function; `prepare` cannot be called.
+        ValueError: `static` or `writes` names no parameter of the function; `prepare` or `fake` cannot be called.
     """
     if function is None:
         return lambda f: _mark(f, static, writes, fake, prepare)
@@ -142,10 +142,15 @@ def _mark(
     fake: Callable[..., Any] | None,
     prepare: Callable[..., Callable[[], object] | None] | None,
 ) -> Callable[..., Any]:
+    if not callable(function):
+        raise TypeError(f"eager_on_graph marks functions and methods, not {type(function).__name__}")
     names = _parameters(function)
-    if prepare is not None and not callable(prepare):
-        raise ValueError(f"@eager_on_graph(prepare=...) is {prepare!r}, which cannot be called")
+    for option, called in (("prepare", prepare), ("fake", fake)):
+        if called is not None and not callable(called):
+            raise ValueError(f"@eager_on_graph({option}=...) is {called!r}, which cannot be called")
     for option, given in (("static", static), ("writes", writes)):
+        if isinstance(given, str):
+            raise ValueError(f"@eager_on_graph({option}=...) is {given!r}; give names of parameters, such as [{given!r}]")
         for name in given:
             if names is not None and name not in names:
                 raise ValueError(

@@ -35,6 +35,7 @@ class HostState:
     def __init__(self, reach: Reach) -> None:
         self._copies: list[tuple[Any, Any, str, bool]] = []
         self._entries: list[tuple[Any, Any, Any, str]] = []
+        self._attributes = {*map(id, reach.spaces), *[id(vars(item)) for item in reach.objects]}
         self.others: list[str] = []
         self._layouts: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
         containers: dict[int, tuple[Any, str]] = {}
@@ -71,14 +72,19 @@ class HostState:
         """The names of what is not as it was."""
         return [change.label for change in self.changes()]
 
-    def restore(self, is_own: Callable[[str, Any], bool] | None = None) -> list[str]:
+    def restore(self, is_own: Callable[[str, Any], bool] | None = None, *, keeps_attributes: bool = False) -> list[str]:
         """Puts back what changed, and returns its names. A weight, a buffer or a child that `is_own` (told the name and the
-        new value) denies is another thread's doing: it stays, and is named in `others`."""
+        new value) denies is another thread's doing: it stays, and is named in `others`. With `keeps_attributes` so does any
+        attribute of a module or an object."""
         changed, self.others = [], []
         for change in list(self._differences()):
             if change.is_equal:
                 change.undo()
-            elif is_own is None or not change.is_binding or is_own(change.label, change.value):
+            elif (
+                is_own is None
+                or not (change.is_binding or (keeps_attributes and change.is_attribute))
+                or is_own(change.label, change.value)
+            ):
                 change.undo()
                 changed.append(change.label)
             else:
@@ -97,7 +103,7 @@ class HostState:
                 yield _Change(label, now, undo, is_equal=_is_same(now, value))
         for container, copy, label, is_table in self._copies:
             for change in _changes_of(container, copy, label):
-                yield change._replace(is_binding=is_table)
+                yield change._replace(is_binding=is_table, is_attribute=id(container) in self._attributes)
         for tensor, layout, data in self._layouts.values():
             if _layout(tensor) != layout:
                 yield _Change(_DATA, tensor, partial(setattr, tensor, "data", data), is_binding=True)
@@ -109,6 +115,8 @@ class _Change(NamedTuple):
     undo: Callable[[], Any]
     is_binding: bool = False
     """whether a module holds it as its parameter, buffer or child, or it is where a tensor lies"""
+    is_attribute: bool = False
+    """whether it is an attribute of a module or an object"""
     is_equal: bool = False
     """whether another object took its place, and says the same"""
 

@@ -64,10 +64,16 @@ class Lease:
         self._record_stream(stream)
 
 
+def _told(into: Any) -> str:
+    return f"of shape {list(into.shape)} and {into.dtype}" if isinstance(into, torch.Tensor) else repr(into)
+
+
 def copy_to(target: Any) -> Callable[[Any], Any]:
     """For `outputs=`: copies each result into the tensors of `target`, which has the output's structure, and answers with
     `target`. Nothing broadcasts or casts; what is no tensor must be in `target` as each call returns it."""
     targets, spec = flatten(target)
+    if not any(isinstance(into, torch.Tensor) for into in targets):
+        raise ValueError(f"copy_to: its target is {target!r}, which holds no tensor to copy into")
 
     def copy(output: Any) -> Any:
         leaves, found = flatten(output)
@@ -82,7 +88,7 @@ def copy_to(target: Any) -> Callable[[Any], Any]:
                 )
         for into, leaf in pairs:
             if not isinstance(into, torch.Tensor) or into.shape != leaf.shape or into.dtype != leaf.dtype:
-                raise ValueError(f"copy_to: a result of shape {list(leaf.shape)} and {leaf.dtype} does not fit its target")
+                raise ValueError(f"copy_to: a result {_told(leaf)} does not fit its target, {_told(into)}")
         with torch.no_grad():
             for into, leaf in pairs:
                 into.copy_(leaf)

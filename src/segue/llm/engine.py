@@ -220,7 +220,7 @@ class Engine(Lifecycle):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ValueError where there are none, or some are outside the vocabulary."""
-        return encode(prompt, self.tokenizer, self.facts.vocab_size, self.sizes.max_context)
+        return encode(prompt, self.tokenizer, self.facts.vocab_size, self.sizes.max_context, self.facts.max_context)
 
     def step(self) -> bool:
         """Runs one batch; False where nothing is left to run. An exception of the model's leaves every request as it was."""

@@ -8,8 +8,8 @@ from typing import Any
 from segue.llm.arguments import Prompt, check_messages, check_text, prompt_ids
 
 
-def encode(prompt: Prompt, tokenizer: Any, vocab_size: int, max_context: int) -> list[int]:
-    """Token ids of a prompt, which leave room for output in a context of `max_context`."""
+def encode(prompt: Prompt, tokenizer: Any, vocab_size: int, max_context: int, longest: int) -> list[int]:
+    """Token ids of a prompt, which leave room for output in a context of `max_context`; the model's own holds `longest`."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("this model came without a tokenizer: pass token ids, or tokenizer=...")
@@ -25,7 +25,7 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int, max_context: int) ->
     if len(ids) >= max_context:
         raise ValueError(
             f"the prompt has {len(ids)} tokens, and the context holds {max_context} with the output: "
-            "shorten it, or raise max_context"
+            + ("shorten it, or raise max_context" if max_context < longest else "shorten it (the model takes no more)")
         )
     return ids
 

@@ -242,7 +242,8 @@ def _capture(
             raise _Refused(Reason.UNSAFE_EFFECTS, f"{_effects_text(changed)}; {error}") from error
         raise
     finally:
-        changed = changed or state.restore(is_own)
+        is_beside_others = graph is not None and interruption.get() is not None  # whose attributes are as they want them
+        changed = changed or state.restore(is_own, keeps_attributes=is_beside_others)
     try:
         if changed:
             raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))

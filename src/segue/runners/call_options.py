@@ -55,6 +55,11 @@ class Options:
             raise ConfigError(f"debug is {self.debug!r}; choose None, 'forward' or 'ops'")
         if self.outputs not in ("clone", "view") and not callable(self.outputs):
             raise ConfigError(f"outputs is {self.outputs!r}; choose 'clone', 'view', or give a function of the output")
+        for name in ("strict", "inference"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.pad, Mapping) or not all(isinstance(pad, Pad) for pad in self.pad.values()):
+            raise ConfigError(f"pad is {self.pad!r}; give a Pad a parameter, such as pad={{'x': segue.Pad(ladder=[4, 8])}}")
         for name in ("max_graphs", "min_hits"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

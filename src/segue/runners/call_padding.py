@@ -34,8 +34,11 @@ class Pad:
     fill: int | float | complex | bool = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ladder", ladders.custom(self.ladder))
-        if not isinstance(self.dim, int) or self.dim < 0:
+        given: Any = self.ladder
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ConfigError(f"Pad: ladder is {given!r}; give sizes, such as [1, 2, 4, 8]")
+        object.__setattr__(self, "ladder", ladders.custom(given))
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
             raise ConfigError(f"Pad: dim is {self.dim!r}; give the number of a dimension, counted from 0")
         if not isinstance(self.fill, (int, float, complex)):
             raise ConfigError(f"Pad: fill is {self.fill!r}; give a number that the padded tensors can hold")

@@ -176,6 +176,8 @@ class CallStore:
 
     def put(self, entry: Entry, graph: CallGraph) -> None:
         """Takes a new recording; what is one too many, or over the budget, is closed, the new one too if it must be."""
+        if entry in self.recorded:
+            self.recorded[entry].close()
         entry.graph = self.recorded[entry] = graph  # first: with the last recording the pool goes, and this one lies in it
         entry.reason, entry.detail, entry.failures, entry.difference = Reason.EVICTED, "", 0, ""
         while len(self.recorded) > self.max_graphs:
@@ -193,13 +195,16 @@ class CallStore:
                 entry.refuse(Reason.OVER_BUDGET, f"its recording needs more than the memory budget of {self.budget} bytes")
 
     def drop(self, entry: Entry, reason: Reason) -> None:
-        """Closes one recording; its calls run eagerly for `reason` until it is recorded again."""
-        graph = self.recorded.pop(entry)
+        """Closes one recording; its calls run eagerly for `reason` until it is recorded again. Where this, or `put`, was
+        interrupted, the recording may be known in one place alone."""
+        graph = self.recorded.get(entry) or entry.graph
         entry.graph, entry.reason = None, reason
         entry.detail = "it made room for a busier kind of call" if reason is Reason.EVICTED else ""
         if reason in (Reason.EVICTED, Reason.OVER_BUDGET):
             self.evictions += 1
-        graph.close()
+        if graph is not None:
+            graph.close()
+        self.recorded.pop(entry, None)
         if not self.recorded and self._may_reset:
             self.lane.release()
 

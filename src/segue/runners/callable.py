@@ -7,6 +7,7 @@ and `call_runner`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -57,7 +58,13 @@ class GraphedCallable:
         return self._runner.run_eagerly(args, kwargs)
 
     def explain(self, /, *args: Any, **kwargs: Any) -> CallDecision:
-        """What `step(*args, **kwargs)` would do now, and why. Runs nothing and counts nothing."""
+        """What `step(*args, **kwargs)` would do now, and why. Runs nothing and counts nothing.
+
+        Raises:
+            TypeError: the callable does not take these arguments.
+        """
+        with contextlib.suppress(ValueError):  # no signature that can be read
+            inspect.signature(self._function, follow_wrapped=False).bind(*args, **kwargs)
         found = self._dispatch.find(args, kwargs)
         axes = found.padded.axes if found.padded is not None else ()
         real, rung = sum(a.real for a in axes), sum(a.rung for a in axes)
