@@ -368,20 +368,28 @@ def test_an_unknown_way_to_capture_is_refused() -> None:
         segue.graph(lambda x: x, capture="startup")
 
 
-def test_an_attribute_that_is_set_between_calls_stays_though_a_capture_is_under_way() -> None:
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_an_attribute_that_is_set_between_calls_stays_though_a_capture_is_under_way(interrupts: bool) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.factor, self.calls = 1.0, 0
+            self.set_factor(1.0)
+            self.is_inside = False
+
+        def set_factor(self, factor: float) -> None:
+            self.factor = factor
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls = 1
+            self.is_inside = True
+            x = x + 0
             if threading.current_thread() is not threading.main_thread():
                 begun.set()
-                assert may_end.wait(20)
-            return x * self.factor
+                may_end.wait(0.5 if interrupts else 20)
+            x = x * self.factor
+            self.is_inside = False
+            return x
 
     model, x = Scaled(), torch.ones(3)
     step = segue.graph(model, capture="background")
@@ -389,8 +397,12 @@ def test_an_attribute_that_is_set_between_calls_stays_though_a_capture_is_under_
         step(x)
     assert begun.wait(20)
     model.factor = 3.0
+    if not interrupts:
+        may_end.set()
+        settled(step)
+    same(step(x), x * 3)  # where it interrupts, in the middle of the body
     may_end.set()
     for _ in range(4):
         settled(step)
         same(step(x), x * 3)
-    assert model.factor == 3.0 and step.report().replays
+    assert model.factor == 3.0 and not model.is_inside and step.report().replays

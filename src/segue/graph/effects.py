@@ -72,24 +72,27 @@ class HostState:
         """The names of what is not as it was."""
         return [change.label for change in self.changes()]
 
-    def restore(self, is_own: Callable[[str, Any], bool] | None = None, *, keeps_attributes: bool = False) -> list[str]:
+    def restore(
+        self, is_own: Callable[[str, Any], bool] | None = None, sets: Callable[[str], bool] | None = None
+    ) -> list[str]:
         """Puts back what changed, and returns its names. A weight, a buffer or a child that `is_own` (told the name and the
-        new value) denies is another thread's doing: it stays, and is named in `others`. With `keeps_attributes` so does any
-        attribute of a module or an object."""
+        new value) denies is another thread's doing: it stays, and is named in `others`. So does another attribute of a
+        module or an object that the body does not set, where `sets` tells."""
         changed, self.others = [], []
         for change in list(self._differences()):
             if change.is_equal:
                 change.undo()
-            elif (
-                is_own is None
-                or not (change.is_binding or (keeps_attributes and change.is_attribute))
-                or is_own(change.label, change.value)
-            ):
+            elif is_own is None or is_own(change.label, change.value) or not self._may_be_others(change, sets):
                 change.undo()
                 changed.append(change.label)
             else:
                 self.others.append(change.label)
         return changed
+
+    @staticmethod
+    def _may_be_others(change: _Change, sets: Callable[[str], bool] | None) -> bool:
+        is_unset = sets is not None and change.is_attribute and not sets(change.label.rpartition(".")[2])
+        return change.is_binding or is_unset
 
     def changes(self) -> Iterator[_Change]:
         """What is not as it was."""

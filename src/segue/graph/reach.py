@@ -52,6 +52,10 @@ _BUILTINS = (BuiltinFunctionType, MethodWrapperType)
 CODE = (type(None), FunctionType, MethodType, functools.partial, *_BUILTINS, *_VALUES)
 """what says which way code takes, told by identity"""
 _STRUCTURE = (torch.Tensor, torch.nn.Module, *CODE)
+_IMPLIED = frozenset({"forward", "__call__"})
+"""methods that a call of the object runs; special ones may run at any time, but for those that build it"""
+_BUILDERS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__", "__deepcopy__"})
+_SETTERS = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
 _WRAPPER = "segue.runners.callable"
 _BREAKS = "segue.graph.breaks"
 _LIBRARIES = frozenset({
@@ -138,6 +142,10 @@ class Reach:
         self.own: list[Any] = []
         """sets and dicts of the callable's own, and those of its lists that are empty or hold tensors, modules and code: one
         more item is another model"""
+        self._code: list[tuple[str | None, _Names]] = []
+        """what functions of the user's name; with the name of one that runs only where others name it"""
+        self._methods: set[int] = set()
+        """those of them that were found in a class, whoever calls them"""
         self.opaque: list[str] = []
         """what no change could be noticed in, and why"""
         self._follows_breaks = follows_breaks
@@ -163,6 +171,21 @@ class Reach:
 
     def generators(self) -> list[torch.Generator]:
         return list({id(link.value): link.value for link in self.links if isinstance(link.value, torch.Generator)}.values())
+
+    def stores(self, name: str) -> bool:
+        """Whether code that runs in a call may set an attribute of that name: some is found that does, in functions, or in
+        methods that others name; or sets attributes by names that it computes."""
+        ready = [names for function, names in self._code if function is None]
+        waiting = [(function, names) for function, names in self._code if function is not None]
+        named: set[str] = set()
+        while ready:
+            for names in ready:
+                if name in names.stores or not _SETTERS.isdisjoint(names.all):
+                    return True
+                named.update(names.all)
+            ready = [names for function, names in waiting if function in named]
+            waiting = [(function, names) for function, names in waiting if function not in named]
+        return False
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._seen
@@ -267,6 +290,8 @@ class Reach:
             for name, value in list(vars(base).items()):
                 value = _function_of(value)
                 if isinstance(value, FunctionType):
+                    if name not in _IMPLIED and (name in _BUILDERS or not name.startswith("__")):
+                        self._methods.add(id(value))
                     self._follow(value, depth if name in ("forward", "__call__") else max(depth, 1), parent, name)
         self._visit_constants(kind, depth, parent)
 
@@ -293,6 +318,7 @@ class Reach:
             if cell != _EMPTY_CELL:
                 self._link(Cell(cell), None, cell.cell_contents, depth, parent, name)
         found = _names(function.__code__)
+        self._code.append((function.__name__ if id(function) in self._methods else None, found))
         self._visit_names(function.__globals__, found.globals, found.all, depth, parent, "")
         for part in (function.__defaults__, function.__kwdefaults__):
             self._follow(part, depth, parent, function.__name__)
@@ -420,15 +446,19 @@ class _Names(NamedTuple):
 
     globals: tuple[str, ...]
     all: tuple[str, ...]
+    stores: frozenset[str]
+    """attributes that it sets"""
 
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> _Names:
     of_globals = {i.argval: None for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
     of_all = dict.fromkeys(code.co_names)
+    stores = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner = _names(constant)
             of_globals.update(dict.fromkeys(inner.globals))
             of_all.update(dict.fromkeys(inner.all))
-    return _Names(tuple(of_globals), tuple(of_all))
+            stores |= inner.stores
+    return _Names(tuple(of_globals), tuple(of_all), frozenset(stores))

@@ -231,19 +231,19 @@ def _capture(
         return label in touched or _holds_memory_of(backend.lane, value)
 
     changed: list[str] = []
+    sets = None if interruption.get() is None else reach.stores  # in the background others run beside
     graph: Any = None
     modes = keeping_modes(static.device)
     try:
         with calling(live), modes, backend.lane.capture_pass():
             graph = backend.record(key, lambda: function(*static.args, **static.kwargs), trace)
     except CaptureError as error:
-        changed = state.restore(is_own)
+        changed = state.restore(is_own, sets)
         if changed and not isinstance(error, HostReadError):
             raise _Refused(Reason.UNSAFE_EFFECTS, f"{_effects_text(changed)}; {error}") from error
         raise
     finally:
-        is_beside_others = graph is not None and interruption.get() is not None  # whose attributes are as they want them
-        changed = changed or state.restore(is_own, keeps_attributes=is_beside_others)
+        changed = changed or state.restore(is_own, sets)
     try:
         if changed:
             raise _Refused(Reason.UNSAFE_EFFECTS, _effects_text(changed))
