@@ -382,10 +382,17 @@ def test_settings_are_refused_by_name_or_bounded(changes: dict[str, Any], messag
     if not message:
         with make() as engine:
             assert engine.sizes.max_context == 512  # the model's own
+            with pytest.raises(ValueError, match="the model takes no more"):
+                engine.generate([[1] * 600], SamplingParams(max_tokens=2))
         return
     with pytest.raises(ConfigError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_is_too_long_for_the_setting_is_told_to_raise_it(silent: Engine) -> None:
+    with pytest.raises(ValueError, match="or raise max_context"):
+        silent.generate([[1] * 128], SamplingParams(max_tokens=2))
 
 
 # -- steps that fail ---------------------------------------------------------------------------------------------------
