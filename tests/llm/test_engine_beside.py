@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_engine_shared import PROMPT, SIZES
 
 import segue
 from segue import GraphConfig
@@ -17,11 +18,6 @@ from segue.llm import Engine, EngineConfig, SamplingParams
 transformers = pytest.importorskip("transformers")
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-PROMPT = [5, 6, 7]
-SIZES: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.25, "pad_token_id": 0,
-}  # fmt: skip
 
 
 def config_of(family: str) -> Any:

@@ -30,9 +30,6 @@ __all__ = [
     "rotated_attention",
 ]
 
-_ROTATION = 11
-"""arguments of `rotate_into`; the queries, keys and values come last"""
-
 
 def _launches(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *others: Any) -> list[Prepared] | None:
     plan: Plan = current().batch.plan
@@ -64,8 +61,9 @@ def paged_attention(
 
 
 def _prepared_with_rotation(*given: Any, out: torch.Tensor) -> Launches | None:
-    rotation, q = given[:_ROTATION], given[_ROTATION - 3]
-    rotate, attend = prepared_rotation(*rotation), _launches(q, None, None, *given[_ROTATION:], out)
+    *rotation, layer, scaling, window, softcap, sinks = given
+    *_, q, _keys, _values = rotation
+    rotate, attend = prepared_rotation(*rotation), _launches(q, None, None, layer, scaling, window, softcap, sinks, out)
     return None if rotate is None or attend is None else Launches([*rotate, *attend], q.device.index)
 
 
