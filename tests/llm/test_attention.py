@@ -45,6 +45,7 @@ CUDA_FORMS = {
 }
 DECODE = ShapeKey("decode", tokens=4, requests=4, uniform=True, context=512)
 EXTEND = ShapeKey("prefill", tokens=40, requests=4, context=512)
+MANY_SLOTS = ShapeKey("prefill", tokens=40, requests=300, context=512)
 
 
 @pytest.fixture(params=ARMS, ids=lambda arm: "-".join(arm))
@@ -128,14 +129,18 @@ def extend_steps() -> list[list[Request]]:
 
 @pytest.mark.parametrize("key", [DECODE, EXTEND], ids=["decode", "extend"])
 @pytest.mark.parametrize("form", [FORMS["grouped"], FORMS["all"]], ids=["grouped", "all"])
-def test_one_static_plan_serves_other_lengths_pages_and_counts(arm: tuple[str, str], key: ShapeKey, form: Form) -> None:
+@pytest.mark.parametrize("kind", ["static_plan", "break_plan"])
+def test_one_plan_serves_other_lengths_pages_and_counts(arm: tuple[str, str], kind: str, key: ShapeKey, form: Form) -> None:
     """All of `GraphSupport.ALWAYS`: an attention that declares less is asked for decodes alone."""
     device, name = arm
     scene = Scene(form, device)
     attention = attention_of(scene, name)
     if key is EXTEND and attention.support is not GraphSupport.ALWAYS:
         pytest.skip(f"{name} declares {attention.support.name}")
-    plan = attention.static_plan(key)
+    plan = getattr(attention, kind)(key)
+    if plan is None:
+        assert kind == "break_plan" and name != "triton"
+        return
     for requests in decode_steps() if key is DECODE else extend_steps():
         step = scene.step(requests, key.tokens, key.requests)
         plan.update(step.batch)
@@ -163,12 +168,13 @@ def test_live_and_static_plans_agree_bit_for_bit_where_nothing_bounds_the_contex
     if attention.bounds_context:
         pytest.skip(f"the static plans of {name} read another number of rows than its live ones")
     for key, steps in ((DECODE, decode_steps()), (EXTEND, extend_steps())):
-        plan = attention.static_plan(key)
+        plans = [plan for plan in (attention.static_plan(key), attention.break_plan(key)) if plan is not None]
         for requests in steps[:2]:
             step = scene.step(requests, key.tokens, key.requests)
-            plan.update(step.batch)
-            live = attention.plan_live(step.batch, key)
-            assert torch.equal(scene.run(plan, step), scene.run(live, step))
+            expected = scene.run(attention.plan_live(step.batch, key), step)
+            for plan in plans:
+                plan.update(step.batch)
+                assert torch.equal(scene.run(plan, step), expected)
 
 
 def test_any_strides(arm: tuple[str, str]) -> None:
@@ -223,21 +229,28 @@ def test_a_captured_graph_replays_over_other_batches(name: str, form: Form, key:
 
 @pytest.mark.parametrize("form", [FORMS["grouped"], FORMS["all"]], ids=["grouped", "all"])
 @pytest.mark.parametrize("writes", [True, False], ids=["k and v given", "k and v in the cache"])
-def test_a_prepared_run_serves_other_batches_as_a_run_does(arm: tuple[str, str], form: Form, writes: bool) -> None:
+@pytest.mark.parametrize("kind", ["static_plan", "break_plan"])
+@pytest.mark.parametrize("key", [EXTEND, pytest.param(MANY_SLOTS, marks=pytest.mark.gpu)], ids=["4 slots", "300 slots"])
+def test_a_prepared_run_serves_other_batches_as_a_run_does(
+    arm: tuple[str, str], key: ShapeKey, kind: str, form: Form, writes: bool
+) -> None:
     """As the replays of a break do it: always the same tensors, a new batch in them."""
     device, name = arm
     scene = Scene(form, device)
     attention = attention_of(scene, name)
     if attention.support is not GraphSupport.ALWAYS:
         pytest.skip(f"{name} declares {attention.support.name}")
-    plan = attention.static_plan(EXTEND)
-    first = scene.step(extend_steps()[0], EXTEND.tokens, EXTEND.requests)
+    plan = getattr(attention, kind)(key)
+    if plan is None:
+        assert kind == "break_plan" and name != "triton"
+        return
+    first = scene.step(extend_steps()[0], key.tokens, key.requests)
     q, k, v = held = first.q.clone(), first.k.clone(), first.v.clone()
     out = q.new_empty(*q.shape[:2], form.value_dim)
     new = (k, v) if writes else (None, None)
     prepared = None
     for requests in extend_steps() * 2:
-        step = scene.step(requests, EXTEND.tokens, EXTEND.requests)
+        step = scene.step(requests, key.tokens, key.requests)
         for tensor, live in zip((*held, out), (step.q, step.k, step.v, torch.full_like(out, float("nan"))), strict=True):
             tensor.copy_(live)
         plan.update(step.batch)
@@ -252,6 +265,8 @@ def test_a_prepared_run_serves_other_batches_as_a_run_does(arm: tuple[str, str],
             found = out
         scene.check(found, step)
         assert torch.equal(found, plan.run(q, *new, scene.spec, scene.sinks))
+        if not attention.bounds_context:  # then a live plan reads another number of rows
+            assert torch.equal(found, attention.plan_live(step.batch, key).run(q, *new, scene.spec, scene.sinks))
     assert (prepared is not None) == (arm == ("cuda", "triton"))
 
 

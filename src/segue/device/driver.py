@@ -102,13 +102,15 @@ def kernel_launch(
     values: Sequence[Any],
     owner: Any,
     *,
+    more_rows: ctypes.c_int32 | None = None,
     is_serialized: bool = False,
     is_optional: bool = False,
 ) -> Callable[[], None]:
     """What launches a kernel on a device's current stream, with the same arguments each time (`cuLaunchKernelEx`): `values`
-    are ctypes objects, one a parameter; `owner` unloads the kernel when it dies. The device must be the current one, and
-    one thread at a time may launch. `is_serialized`: with programmatic stream serialization; the kernel must wait itself.
-    `is_optional`: that the driver refuses it is no error."""
+    are ctypes objects, one a parameter, read at each launch; `owner` unloads the kernel when it dies. The device must be the
+    current one, and one thread at a time may launch. `more_rows` adds to the grid's second dimension what it holds then.
+    `is_serialized`: with programmatic stream serialization; the kernel must wait itself. `is_optional`: that the driver
+    refuses it is no error."""
     launch = _driver().cuLaunchKernelEx
     places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     attribute = _Attribute(id=_SERIALIZATION)
@@ -118,6 +120,8 @@ def kernel_launch(
 
     def run(kept: tuple[Any, Any] = (values, owner)) -> None:
         config.stream = current_raw_stream(device)
+        if more_rows is not None:
+            config.grid_y = grid[1] + more_rows.value
         status = launch(before, *after)
         if status and not is_optional:
             raise RuntimeError(f"the driver refused to launch a kernel (CUDA error {status})")

@@ -6,6 +6,7 @@ The plan runs the attention of each layer. There are two kinds, since a recordin
 - `plan_live` serves eager passes and eager breaks: it may use host lengths, and reads exactly the live rows.
 - `static_plan` serves full graphs: tensors at fixed addresses, bounded by the key's context; `update` refreshes them
   from a live batch before a replay. Whether a backend can do this, and for which batches, is its `support`.
+- `break_plan` serves the breaks of a recording, where a backend has one plan for all of its replays.
 
 The attention that transformers calls is one marked function, so that the same model runs as one graph, with breaks, or
 eagerly. What it reads of the live batch comes from `segue.current().batch`.
@@ -98,8 +99,6 @@ class Attention(ABC):
     support: ClassVar[GraphSupport]
     bounds_context: ClassVar[bool]
     """Whether a static plan reads up to the key's context, so that keys need one."""
-    static_serves_breaks: ClassVar[bool] = False
-    """Whether breaks too run by static plans. Otherwise they get a live one at each replay."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
@@ -115,3 +114,8 @@ class Attention(ABC):
 
     @abstractmethod
     def static_plan(self, key: ShapeKey) -> StaticPlan: ...
+
+    def break_plan(self, key: ShapeKey) -> StaticPlan | None:
+        """A plan for the breaks of the recording of `key`, refreshed before each replay; it may launch for the live batch
+        alone. None: they get a live plan at each replay."""
+        return None

@@ -1,13 +1,15 @@
 """Attention by Triton kernels: reads the pages where they lie, in one launch for a decode and two for an extend.
 
 The kernels read lengths and tables at replay, so one recording serves every length, and what is not there costs nothing.
-A plan is the batch's tensors and little else; live and static plans run the same kernels with the same block sizes, so
-they agree bit for bit on the same padded batch. K and V of padded tokens are not written, and their rows come out zero.
+A plan is the batch's tensors and little else; all plans run the same kernels with the same block sizes, so they agree bit
+for bit on the same padded batch. A recorded extend has programs for all request slots; one in a break, whose launches are
+made anew, for the live requests alone. K and V of padded tokens are not written, and their rows come out zero.
 """
 
 from __future__ import annotations
 
 import shutil
+from ctypes import c_int32
 from importlib.util import find_spec
 from os import environ
 from typing import Any, ClassVar
@@ -33,7 +35,6 @@ class TritonAttention(Attention):
     name: ClassVar[str] = "triton"
     support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
     bounds_context: ClassVar[bool] = False
-    static_serves_breaks: ClassVar[bool] = True
 
     @classmethod
     def refusal(cls, needs: Needs, device: torch.device) -> str | None:
@@ -61,17 +62,21 @@ class TritonAttention(Attention):
     def static_plan(self, key: ShapeKey) -> StaticPlan:
         return _TritonPlan(self.cache, is_decode=key.uniform and key.width == 1)
 
+    def break_plan(self, key: ShapeKey) -> StaticPlan:
+        return _TritonPlan(self.cache, is_decode=key.uniform and key.width == 1, is_for_breaks=True)
+
 
 class _TritonPlan(StaticPlan):
     """Keeps the tensors of its first batch; those of a later one are copied into them where they are others."""
 
-    def __init__(self, cache: PagedKVCache, *, is_decode: bool) -> None:
+    def __init__(self, cache: PagedKVCache, *, is_decode: bool, is_for_breaks: bool = False) -> None:
         from segue.llm.attention import triton_ops
 
         self._ops = triton_ops
         self.cache = cache
         self._is_decode = is_decode
         self.prepares = not is_decode  # whose splits leave their sums in memory that is made at each call
+        self._live = c_int32() if is_for_breaks and not is_decode else None
         self._bound: BoundBatch | None = None
 
     def update(self, batch: ForwardBatch) -> None:
@@ -80,6 +85,8 @@ class _TritonPlan(StaticPlan):
             self._prepare(batch.seq_lens.shape[0], batch.seq_lens.device)
         else:
             self._bound.load(batch)
+        if self._live is not None:
+            self._live.value = batch.host.num_requests
 
     def _prepare(self, requests: int, device: torch.device) -> None:
         kv_heads = self.cache.keys[0].shape[1]
@@ -103,6 +110,8 @@ class _TritonPlan(StaticPlan):
             self._ops.decode(*tensors, table, lengths, slots, self._arrived, self._splits, *numbers)
         else:
             tensors, bound, numbers = self._arguments(q, k, v, spec, sinks, out)
+            if self._live is not None:
+                bound = bound._replace(lengths=bound.lengths[: self._live.value])
             self._ops.extend(*tensors, *bound, *numbers)
         return out
 
@@ -118,7 +127,7 @@ class _TritonPlan(StaticPlan):
         if not self.prepares:
             return None
         tensors, bound, numbers = self._arguments(q, k, v, spec, sinks, out)
-        return self._ops.prepared_extend(*tensors, *bound, *numbers)
+        return self._ops.prepared_extend(*tensors, *bound, *numbers, self._live)
 
     def _arguments(
         self,

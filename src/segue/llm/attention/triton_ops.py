@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_int32
 from typing import Any
 
 import torch
@@ -133,22 +134,26 @@ def _extend_launches(
     softcap: float,
     window: int,
     page_size: int,
+    live: c_int32 | None = None,
 ) -> list[Launch]:
+    """`live` has the number of requests where that differs from launch to launch: of the first ones in `table`."""
     q = _with_dense_rows(q)
-    tokens, requests = q.shape[0], lengths.shape[0]
+    requests: Any = lengths.shape[0] if live is None else live
     kv_heads = v_cache.shape[1]
     block_q, constants = extend_constants(
-        q.shape, requests, k_cache.shape[1:], v_cache.shape[1:], q.element_size(), page_size, q.device,
+        q.shape, table.shape[0], k_cache.shape[1:], v_cache.shape[1:], q.element_size(), page_size, q.device,
         window < NO_WINDOW, softcap > 0, sinks is not None,
     )  # fmt: skip
+    rows = q.shape[0] // block_q + 1  # and one for each request
     attend = Launch(
         extend_kernel,
-        (kv_heads, tokens // block_q + requests + 1),
+        (kv_heads, rows + requests if live is None else rows),
         (
             q, out, k_cache, v_cache, table, lengths, query_start, out if sinks is None else sinks,
-            *_scaled(scale, softcap), window, requests, tokens, table.stride(0), q.stride(0), q.stride(1),
+            *_scaled(scale, softcap), window, requests, q.shape[0], table.stride(0), q.stride(0), q.stride(1),
         ),
         constants,
+        live,
     )  # fmt: skip
     if k is None or v is None:
         return [attend]

@@ -3,7 +3,8 @@
 Triton looks up the binary at every launch by the types of all arguments, in Python, which takes longer than the launch.
 Here a launch is found by its whole numbers, its constants, and dtype and alignment of its tensors, all that Triton tells
 binaries apart by; a first one goes through Triton, which compiles. A launch that will be made again with the same tensors
-can be prepared: then nothing is looked up at all.
+can be prepared: then nothing is looked up at all. Whole numbers that differ from launch to launch are cells (`c_int32`),
+which are read when a launch is made.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from ctypes import c_float, c_int32, c_int64, c_void_p, sizeof
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class Launcher:
         self._kernel = kernel
         self._found: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def __call__(self, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
         key = _key(arguments, constants)
         found = self._found.get(key)
         if found is None:
@@ -55,25 +56,25 @@ class Launcher:
             compiled, rest = found
             compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
-    def prepared(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Prepared | None:
-        """A launch that was made before, with the same arguments, which it holds. None where Triton has not compiled it (the
-        interpreter never does). A kernel whose constant `IS_DEPENDENT` says that it waits by itself is launched serialized.
+    def prepared(self, launch: Launch) -> Prepared | None:
+        """A launch of this kernel that was made before, with the same arguments, which it holds. None where Triton has not
+        compiled it (the interpreter never does). A kernel whose constant `IS_DEPENDENT` says that it waits by itself is
+        launched serialized.
         """
-        found = self._found.get(_key(arguments, constants))
+        arguments = launch.arguments
+        found = self._found.get(_key(launch.numbers, launch.constants))
         if found is None:
             return None
         compiled, rest = found
-        whole = (*grid, 1, 1)[:3]
         values = [*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments], *rest]
-        is_dependent = constants.get("IS_DEPENDENT", False)
-        launch = _by_the_driver(compiled, arguments[0].device.index, whole, values, is_serialized=is_dependent)
-        if launch is None:
-            return Prepared(partial(compiled[whole], *values), arguments, False)
-        return Prepared(launch, arguments, is_dependent)
+        is_dependent = launch.constants.get("IS_DEPENDENT", False)
+        holds = all([p.do_not_specialize for p, a in zip(self._kernel.params, arguments) if isinstance(a, c_int32)])
+        run = _by_the_driver(compiled, launch, values, is_serialized=is_dependent) if holds else None
+        return Prepared(launch.run if run is None else run, arguments, run is not None and is_dependent)
 
 
 def _by_the_driver(
-    compiled: Any, device: int, grid: Sequence[int], values: Sequence[Any], *, is_serialized: bool
+    compiled: Any, launch: Launch, values: Sequence[Any], *, is_serialized: bool
 ) -> Callable[[], None] | None:
     """The launch without Triton's way to the driver, which takes as long again. None where the kernel needs more than its
     arguments, or takes others than Triton's signature says (the driver is asked)."""
@@ -85,32 +86,45 @@ def _by_the_driver(
     sizes = kernel_parameters(compiled.function)
     if None in types or sizes is None:
         return None
-    cells = [kind(value) for kind, (_, value) in zip(types, pairs, strict=True)]
+    cells = [value if isinstance(value, c_int32) else kind(value) for kind, (_, value) in zip(types, pairs, strict=True)]
     cells += [c_void_p() for _ in sizes[len(cells) :]]  # scratch memory, of which it needs none
     if [sizeof(cell) for cell in cells] != sizes:
         return None
     threads = told.num_warps * told.target.warp_size
-    return kernel_launch(compiled.function, device, grid, threads, told.shared, cells, compiled, is_serialized=is_serialized)
+    return kernel_launch(
+        compiled.function, launch.arguments[0].device.index, (*launch.grid, 1, 1)[:3], threads, told.shared, cells, compiled,
+        more_rows=launch.more_rows, is_serialized=is_serialized,
+    )  # fmt: skip
 
 
-def _key(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+def _key(arguments: Sequence[Any], constants: dict[str, Any]) -> tuple[Any, ...]:
     told = [(a.dtype, a.data_ptr() % _ALIGNMENT) if isinstance(a, torch.Tensor) else a for a in arguments]
     return (*told, *constants.values(), arguments[0].device)
 
 
 class Launch(NamedTuple):
-    """One launch, to be made."""
+    """One launch, to be made: what `more_rows` holds adds to the grid's second dimension. Cells come with it alone."""
 
     kernel: Launcher
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
+    more_rows: c_int32 | None = None
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The arguments, with what their cells hold now."""
+        return [a.value if isinstance(a, c_int32) else a for a in self.arguments]
 
     def run(self) -> None:
-        self.kernel(self.grid, *self.arguments, **self.constants)
+        if self.more_rows is None:
+            self.kernel(self.grid, *self.arguments, **self.constants)
+        else:
+            columns, rows, *others = self.grid
+            self.kernel((columns, rows + self.more_rows.value, *others), *self.numbers, **self.constants)
 
     def prepared(self) -> Prepared | None:
-        return self.kernel.prepared(self.grid, *self.arguments, **self.constants)
+        return self.kernel.prepared(self)
 
 
 @cache

@@ -208,12 +208,13 @@ class BatchRunner(Runner[HostBatch]):
 
     def _static_batch(self, key: ShapeKey, host: HostBatch) -> ForwardBatch:
         batch = self._bare_batch(key, host)
-        if self.backend.is_segmented and not self._attention.static_serves_breaks:
-            return batch.planned(self._attention.plan_live(batch, key), self._parts)
         shape = replace(key, variant="") if key.variant else key  # variants differ behind the attention
         plan = self._plans.get(shape)
         if plan is None:
-            plan = self._plans[shape] = self._attention.static_plan(shape)
+            plan = (self._attention.break_plan if self.backend.is_segmented else self._attention.static_plan)(shape)
+            if plan is None:
+                return batch.planned(self._attention.plan_live(batch, key), self._parts)
+            self._plans[shape] = plan
         plan.update(batch)
         return batch.planned(plan, self._parts)
 
