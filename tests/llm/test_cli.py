@@ -101,6 +101,8 @@ EAGER = ("--decode", "disabled", "--prefill", "disabled")
         (("generate", "  \n "), "the prompt is empty"),
         (("generate", "Hi", "--decode", "fastest"), "'fastest'"),
         (("generate", "Hi", "--prefill", "piecewise"), "'piecewise'"),
+        (("generate", "Hi", "--model", ""), "argument --model: it is empty"),
+        (("doctor", "--model", " "), "argument --model: it is empty"),
         (("generate", "Hi", "--device", "tpu"), "'tpu'"),
         (("generate", "Hi", "--max-tokens", "0"), "--max-tokens is 0"),
         (("generate", "Hi", "--max-tokens", "many"), "'many'"),
@@ -163,8 +165,6 @@ def test_a_folder_that_is_no_checkpoint_is_a_failure(run: Run, tmp_path: Path) -
     assert "is not a checkpoint folder: it has no config.json" in result.line() and result.status == 1
     result = run("generate", "Hi", "--model", str(tmp_path / "missing"))
     assert "there is no checkpoint folder" in result.line() and result.status == 1
-    result = run("generate", "Hi", "--model", "")
-    assert "the model's name is empty" in result.line() and result.status == 1
 
 
 def test_an_unsupported_architecture_is_a_failure(run: Run, mamba_folder: str) -> None:

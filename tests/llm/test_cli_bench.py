@@ -53,6 +53,19 @@ def test_memory_by_ceiling_and_by_rung_on_cpu(tmp_path: Path, capsys: pytest.Cap
     assert mixed[0] >= peaks[0] and mixed[32] < 0.75 * mixed[0] and {r["mixed"] for r in result["decode"]} == {None}
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "cannot be read"), ("[]", "names no model_type"), ('{"model_type": "nonsense"}', "does not know the model type")],
+)
+def test_a_folder_without_a_usable_configuration_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert bench("decode", "--shape", str(tmp_path), "--device", "cpu") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert problem in line and str(tmp_path) in line
+
+
 def test_a_coarser_ladder_holds_less(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     sizes = ("--shape", "tiny", "--device", "cpu", "--chunk-size", "32", "--ceilings", "16,32", "--max-requests", "1")

@@ -57,12 +57,9 @@ MISTAKES: dict[str, tuple[Callable[[Engine], Any], type[Exception], str]] = {
     "a config": (lambda e: Engine(tiny_model(), {"device": "cpu"}), TypeError, "config is a dict"),  # type: ignore[arg-type]
     "no source": (lambda e: Engine(None, OFF), TypeError, "source is None"),
     "a module": (lambda e: Engine(torch.nn.Linear(2, 2), OFF), TypeError, "source is a Linear"),
-    "a device": (lambda e: engine_on("tpu"), ConfigError, "device is 'tpu'"),
+    "a device": (lambda e: EngineConfig(device="tpu"), ConfigError, "device is 'tpu'"),
+    "a device's number": (lambda e: EngineConfig(device="cuda:x"), ConfigError, "device is 'cuda:x'"),
 }
-
-
-def engine_on(device: str) -> Engine:
-    return Engine(tiny_model(), EngineConfig(device=device))
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))

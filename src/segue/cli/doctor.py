@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from segue.cache import cache_folder
 from segue.cli.output import check_writable, import_torch, write_json
+from segue.cli.usage import model_source
 from segue.errors import SegueError
 from segue.llm.checkpoints import converted_folder, extra_remedy, find_default_model, is_whole
 from segue.observe.report import format_table
@@ -41,7 +42,9 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="also say how this checkpoint (or GGUF file, or hub id) would run")
+    parser.add_argument(
+        "--model", type=model_source, metavar="DIR", help="also say how this checkpoint (or GGUF file, or hub id) would run"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it would run")
 
 

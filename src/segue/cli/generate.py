@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from segue.cli.output import check_writable, import_torch, is_terminal, note, progress_bar, write_json
-from segue.cli.usage import UsageError, usage
+from segue.cli.usage import UsageError, model_source, usage
 from segue.config import GraphConfig
 from segue.llm import EngineConfig, SamplingParams
 from segue.llm.arguments import check_text
@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to say to the model")
     parser.add_argument("--prompts-file", metavar="FILE", help="one prompt a line, run as one batch; - is standard input")
     parser.add_argument(
-        "--model", metavar="DIR", help="checkpoint folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)"
-    )
+        "--model", type=model_source, metavar="DIR",
+        help="checkpoint folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--attention", choices=_ATTENTION, default="auto", help="what computes attention over the cache")
     parser.add_argument("--experts", choices=_EXPERTS, default="auto", help="what multiplies the experts of a mixture")

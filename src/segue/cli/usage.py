@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,13 @@ def usage(where: str = "") -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise UsageError(where + str(error)) from error
+
+
+def model_source(text: str) -> str:
+    """The value of `--model`."""
+    if not text.strip():
+        raise ArgumentTypeError("it is empty; give a checkpoint folder, a GGUF file or a hub id")
+    return text
 
 
 def name_options(message: str, options: Collection[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 1 << 20
 """of one prefill step"""
 MOST_CONTEXT = 1 << 24
+_DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 _BOUNDS = {
     "chunk_size": (1, MOST_TOKENS),
     "max_requests": (1, 1 << 16),
@@ -56,6 +58,8 @@ class EngineConfig:
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
+        if isinstance(self.device, str) and not re.fullmatch(r"auto|cpu(:0)?|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device is {self.device!r}; it must be {_DEVICES}")
         if not isinstance(self.device, str) or self.dtype != "auto":
             self._check_torch_types()
         if not isinstance(self.attention, str):
@@ -97,6 +101,6 @@ class EngineConfig:
         from segue.device import Device
 
         if not isinstance(self.device, (str, torch.device, Device)):
-            raise ConfigError(f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+            raise ConfigError(f"device is {self.device!r}; it must be {_DEVICES}")
         if self.dtype != "auto" and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ConfigError(f"dtype is {self.dtype!r}; it must be 'auto' or a floating-point torch.dtype")

@@ -76,7 +76,7 @@ def load_model(
         return _take_model(source, device, dtype, tokenizer, experts)
     location = _locate(source)
     with quiet():
-        config = _load_config(location)
+        config = load_config(location)
         check_supported(_model_class(location, config), config)
         if isinstance(location, Path):
             _check_generation_config(location / "generation_config.json")
@@ -142,7 +142,8 @@ def _locate(source: str | Path) -> Path | str:
     return str(source)
 
 
-def _load_config(location: Path | str) -> Any:
+def load_config(location: Path | str) -> Any:
+    """Raises ConfigError, in one line, where there is none that transformers can use."""
     from transformers import AutoConfig
 
     try:

@@ -56,17 +56,19 @@ def random_model(
     """A transformers model of a named shape, or of the ``config.json`` in a folder, with small random weights.
 
     `share_layers` gives all layers one set of weights; None where the shape is one of `SHARED_LAYERS`.
-    Raises ConfigError for an unknown name.
+    Raises ConfigError for an unknown name, or a folder without a configuration that transformers can use.
     """
     require_extra()
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from segue.llm.load import load_config
 
     if shape in SHAPES:
         settings = dict(SHAPES[shape])
         kind = settings.pop("model_type")
         config = AutoConfig.for_model(kind, max_position_embeddings=max_context, **settings)
     elif (Path(shape) / "config.json").is_file():
-        config = AutoConfig.from_pretrained(shape, trust_remote_code=False)
+        config = load_config(Path(shape))
     else:
         raise ConfigError(f"no shape is called {shape!r}: choose one of {', '.join(SHAPES)}, or a folder with config.json")
     with torch.device("meta"):
