@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -110,7 +111,7 @@ def test_a_call_that_arrives_interrupts_the_capture_and_everything_is_put_back()
         if is_capturing():
             attempts.append(1)  # a global's list: put back after each attempt
             table["half"] = x
-            seen.append(time.monotonic())
+            seen.put(time.monotonic())
             started.set()
             for _ in range(200):
                 x = x + 1
@@ -118,7 +119,7 @@ def test_a_call_that_arrives_interrupts_the_capture_and_everything_is_put_back()
             return x - 199
         return x + 1
 
-    seen = Recorder()
+    seen: queue.SimpleQueue[float] = queue.SimpleQueue()  # outside of what a capture puts back
     step = segue.graph(f, capture="background")
     x = torch.ones(3)
     step(x)
@@ -131,21 +132,9 @@ def test_a_call_that_arrives_interrupts_the_capture_and_everything_is_put_back()
         assert time.monotonic() - begun < 0.1, "it waited for a capture of 0.2 s"
         assert not table and not attempts
     settled(step)
-    assert len(seen.times) == 4 and not table
+    assert seen.qsize() == 4 and not table
     assert eager_reasons(step)["in_background"] == 3
     assert "unsafe_effects" in str(step.report()), "it fills the table at each recording"
-
-
-class Recorder:
-    """Outside of what a capture puts back."""
-
-    __slots__ = ("times",)
-
-    def __init__(self) -> None:
-        self.times: tuple[float, ...] = ()
-
-    def append(self, at: float) -> None:
-        self.times += (at,)
 
 
 def test_where_no_moment_is_idle_one_call_waits() -> None:

@@ -87,6 +87,7 @@ def test_off_disables_every_phase() -> None:
         (lambda: PhaseConfig(max_size=0), "max_size is 0.*at least 1"),
         (lambda: PhaseConfig(request_slots=-1), "request_slots is -1.*at least 1"),
         (lambda: PhaseConfig(max_padding=0.5), "max_padding is 0.5.*1.0"),
+        (lambda: PhaseConfig(max_padding=float("nan")), "max_padding is nan.*1.0"),
         (lambda: PhaseConfig(num_warmups=-1), "num_warmups is -1.*at least 0"),
         (lambda: PhaseConfig(on_failure="hope"), "on_failure is 'hope'.*shrink"),  # type: ignore[arg-type]
         (lambda: GraphConfig(capture="never"), "capture is 'never'.*lazy"),  # type: ignore[arg-type]

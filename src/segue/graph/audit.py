@@ -16,7 +16,7 @@ Not seen: another order of more than five dimensions over the same memory, and t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from operator import getitem, is_, itemgetter
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from segue._compat import storage_handle
-from segue.graph.reach import CODE, HOOKS, Reach, is_of_torch
+from segue.graph.reach import CODE, HOOKS, Reach, is_library, is_of_torch
 from segue.graph.versions import dict_tag
 from segue.graph.words import Watch, is_plain
 
@@ -33,6 +33,8 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _training = itemgetter("training")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _SIZES = (tuple, range, slice)
+_HELD = (torch.Tensor, torch.nn.Module, *_SCALARS, *_SIZES, list, dict, set, frozenset, deque)
+"""what other ways tell, or what says nothing"""
 _INDIFFERENT = frozenset(
     getattr(torch.nn, name)
     for name in (
@@ -81,6 +83,8 @@ class Bindings:
         self._compares_attributes = compares_attributes
         self._ordered = [table for name, table in owned if name not in ("_parameters", "_buffers") and len(table) > 1]
         self._orders = list(map(list, self._ordered))
+        self._moved = [table for name, table in owned if name == "_modules" and type(table) is OrderedDict]
+        self._places = list(map(list, self._moved))
         self._tables = [table for table in tables if table]
         self._snapshots = [dict(table) for table in self._tables]
         self._empty = [table for table in tables if not table]
@@ -92,7 +96,9 @@ class Bindings:
 
     def hold(self) -> bool:
         """Whether everything is where it was. Raises, as `Audit.holds` says, where two tables cannot be compared."""
-        return self._watch.hold(self._are_equal, self._is_alike)
+        return self._watch.hold(self._are_equal, self._is_alike) and (  # `move_to_end` leaves a dict's version
+            not self._moved or list(map(list, self._moved)) == self._places
+        )
 
     def _is_alike(self, index: int) -> bool:
         return self._loose[index].holds()
@@ -135,8 +141,8 @@ class Bindings:
 
 
 class Loose:
-    """A dict further down, of items or of an object's attributes: which functions, types, flags and Nones it holds; of
-    attributes also how many they are."""
+    """A dict further down, of items or of an object's attributes: which functions, types, flags, Nones and objects it holds;
+    of attributes also how many they are."""
 
     def __init__(self, table: dict[Any, Any], size: int | None = None) -> None:
         self.table, self.size = table, size
@@ -156,7 +162,7 @@ def _loose(reach: Reach) -> list[Loose]:
             found[id(attributes)] = Loose(attributes, len(attributes))
     for link in reach.links:
         table: Any = link.container
-        if not link.is_near and isinstance(link.value, CODE) and is_plain(table) and id(table) not in spaces:
+        if not link.is_near and _decides(link.value) and is_plain(table) and id(table) not in spaces:
             found.setdefault(id(table), Loose(table)).items.append((link.key, link.value))
     return list(found.values())
 
@@ -181,7 +187,7 @@ class Audit:
                 scalars.append(index)
             elif link.is_near and not isinstance(link.value, torch.nn.Module):
                 wanted.update(reach.path(index))  # a function, a tuple of numbers, an enum: by identity
-            elif isinstance(link.value, CODE) and link.value is not None and _has_no_versions(link.container):
+            elif link.value is not None and _decides(link.value) and _has_no_versions(link.container):
                 wanted.update(reach.path(index))
         links = [tuple(reach.links[i][:3]) for i in sorted(wanted)]
         self._named = [(*reach.links[i][:3], reach.links[i].label) for i in sorted(wanted.union(scalars))]
@@ -268,6 +274,11 @@ def _is_alike(value: Any, before: Any) -> bool:
 def global_hooks() -> list[dict[int, Any]]:
     """Tables of hooks that run at every module."""
     return [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
+
+
+def _decides(value: Any) -> bool:
+    """Whether a value says which way code takes by what it is: code, types, flags and Nones, and objects of the user's."""
+    return isinstance(value, CODE) or not (isinstance(value, _HELD) or is_library(type(value).__module__))
 
 
 def _is_placed(tensor: torch.Tensor) -> bool:

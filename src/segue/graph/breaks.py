@@ -11,7 +11,7 @@ recorded, and it is unset while a break's body runs. With none set, the mark cos
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -142,15 +142,17 @@ def _mark(
     fake: Callable[..., Any] | None,
     prepare: Callable[..., Callable[[], object] | None] | None,
 ) -> Callable[..., Any]:
-    if not callable(function):
-        raise TypeError(f"eager_on_graph marks functions and methods, not {type(function).__name__}")
+    if not callable(function) or isinstance(function, type):
+        what = "classes" if callable(function) else type(function).__name__
+        raise TypeError(f"eager_on_graph marks functions and methods, not {what}")
     names = _parameters(function)
     for option, called in (("prepare", prepare), ("fake", fake)):
         if called is not None and not callable(called):
             raise ValueError(f"@eager_on_graph({option}=...) is {called!r}, which cannot be called")
     for option, given in (("static", static), ("writes", writes)):
-        if isinstance(given, str):
-            raise ValueError(f"@eager_on_graph({option}=...) is {given!r}; give names of parameters, such as [{given!r}]")
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            example = [given if isinstance(given, str) else "x"]
+            raise ValueError(f"@eager_on_graph({option}=...) is {given!r}; give names of parameters, such as {example}")
         for name in given:
             if names is not None and name not in names:
                 raise ValueError(

@@ -362,6 +362,7 @@ def _deliver_tensor(name: str, bridge: torch.Tensor, held: Sequence[tuple[int, i
         if _lies_in(output, held):
             raise _no_longer_fresh(name)
         if is_grad_enabled():
+            _refuse_grad(name, output)
             with torch.no_grad():
                 copy(output)
         else:
@@ -378,6 +379,7 @@ def _check_tensor(name: str, bridge: torch.Tensor, held: Sequence[tuple[int, int
             raise _mismatch(name, bridge, output)
         if _lies_in(output, held):
             raise _no_longer_fresh(name)
+        _refuse_grad(name, output)
 
     return check
 
@@ -418,6 +420,14 @@ def _deliver_address(name: str, target: torch.Tensor, what: str) -> Callable[[An
             )
 
     return deliver
+
+
+def _refuse_grad(name: str, output: torch.Tensor) -> None:
+    if output.requires_grad and torch.is_grad_enabled():
+        raise BreakOutputError(
+            f"break {name} returned a tensor that requires grad, and none in its warm-up: a recording has no backward. "
+            "Call it under torch.no_grad(); the next calls run eagerly."
+        )
 
 
 def _no_longer_fresh(name: str) -> BreakOutputError:

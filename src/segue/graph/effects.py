@@ -11,7 +11,9 @@ another thread has bound meanwhile: it stays, and the recording, which may have 
 
 from __future__ import annotations
 
+import io
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,10 +24,13 @@ import torch
 
 from segue.graph.audit import global_hooks
 from segue.graph.breaks import Mark
-from segue.graph.reach import HOOKS, Attributes, Cell, Reach, makes_items
+from segue.graph.reach import HOOKS, Attributes, Cell, Reach, Slots, makes_items
 from segue.graph.tree import same_value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_CONSTANTS = (
+    torch.Tensor, type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, slice, range,
+)  # fmt: skip
 _MISSING = object()
 
 
@@ -41,7 +46,7 @@ class HostState:
         containers: dict[int, tuple[Any, str]] = {}
         tables: set[int] = set()
         for link in reach.links:
-            if isinstance(link.container, (Cell, Attributes)) or (
+            if isinstance(link.container, (Cell, Attributes, Slots)) or (
                 isinstance(link.container, dict) and "__builtins__" in link.container
             ):
                 self._entries.append((link.container, link.key, link.value, link.label))
@@ -138,16 +143,16 @@ class BodyEffects:
 
     @contextmanager
     def around(self, mark: Mark, leaves: list[Any]) -> Iterator[None]:
-        objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf).__module__ != "builtins"]
-        local = [item for item in objects if item not in self._reach]
+        local = [leaf for leaf in leaves if not isinstance(leaf, _CONSTANTS) and not self._reach.holds(leaf)]
         states = [self._state]
         with suppress(Exception):  # what cannot be read makes no error of the call's
-            states += [HostState(Reach(None, local, follows_breaks=False))] if local else []
+            states += [HostState(Reach(None, [tuple(local)], follows_breaks=False))] if local else []
         with suppress(Exception):
             self._met |= {(mark.name, change.label, _look(change.value)): change.value for change in self._state.changes()}
-        before = _labels(states)
+        before, contents = _labels(states), list(map(_content, local))
         yield
         found = [label for label in _labels(states) if label not in before]
+        found += [f"a {type(x).__name__}" for x, content in zip(local, contents, strict=True) if _content(x) != content]
         if found:
             self.changed.setdefault(mark.name, []).extend(found)
 
@@ -162,6 +167,18 @@ class BodyEffects:
             if (label, look) not in now:
                 found.setdefault(name, []).append(label)
         return found
+
+
+def _content(value: Any) -> Any:
+    """What an object holds that is no container; of one that is used up by being read, something else each time."""
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().numpy())
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if hasattr(type(value), "__next__") or isinstance(value, io.IOBase):
+        return object()
+    numpy = sys.modules.get("numpy")
+    return value.tobytes() if numpy is not None and isinstance(value, numpy.ndarray) else None
 
 
 def _look(value: Any) -> Any:

@@ -23,6 +23,7 @@ from types import (
     CellType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
     MethodType,
@@ -49,6 +50,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _VALUES = (type, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, enum.Enum)
 _OPAQUE = (ModuleType, CodeType, *_VALUES)
 _BUILTINS = (BuiltinFunctionType, MethodWrapperType)
+_METHODS = (
+    FunctionType, property, staticmethod, classmethod, functools.cached_property, MemberDescriptorType,
+    GetSetDescriptorType, ModuleType, enum.Enum,
+)  # fmt: skip
+"""what a class has that is followed elsewhere, or says nothing"""
+_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 CODE = (type(None), FunctionType, MethodType, functools.partial, *_BUILTINS, *_VALUES)
 """what says which way code takes, told by identity"""
 _STRUCTURE = (torch.Tensor, torch.nn.Module, *CODE)
@@ -187,8 +194,9 @@ class Reach:
             waiting = [(function, names) for function, names in waiting if function not in named]
         return False
 
-    def __contains__(self, value: Any) -> bool:
-        return id(value) in self._seen
+    def holds(self, value: Any) -> bool:
+        """Whether it was found."""
+        return id(value) in self._seen or any([link.value is value for link in self.links])
 
     def path(self, index: int | None) -> Iterator[int]:
         """The links that lead to one, itself included."""
@@ -231,6 +239,8 @@ class Reach:
                 self.own.append(value)
             for item in tuple(value)[:_MAX_ITEMS]:
                 self._follow(item, depth, parent, label)
+        elif isinstance(value, _VIEWS):
+            self._follow(value.mapping, depth, parent, label)
         elif isinstance(value, MappingProxyType) or (isinstance(value, dict) and not makes_items(value)):
             if depth <= 1:
                 self.own.append(value)
@@ -296,12 +306,13 @@ class Reach:
         self._visit_constants(kind, depth, parent)
 
     def _visit_constants(self, kind: type, depth: int, parent: int | None) -> None:
-        """Tensors that are attributes of a user's class."""
+        """What a user's class holds beside its methods: tensors, containers, objects, and other classes."""
         for base in kind.__mro__:
             if not is_library(base.__module__) and base not in self._classes:
                 self._classes.add(base)
                 for name, value in list(vars(base).items()):
-                    if isinstance(value, torch.Tensor):
+                    is_constant = not name.startswith("__") and not isinstance(value, (*_PLAIN, *_METHODS))
+                    if isinstance(value, torch.Tensor) or is_constant:
                         self._link(vars(base), name, value, max(depth, 1), parent, f"{base.__name__}.{name}")
 
     def _visit_function(self, function: FunctionType, depth: int, parent: int | None) -> None:
@@ -322,6 +333,8 @@ class Reach:
         self._visit_names(function.__globals__, found.globals, found.all, depth, parent, "")
         for part in (function.__defaults__, function.__kwdefaults__):
             self._follow(part, depth, parent, function.__name__)
+        attributes = {name: value for name, value in vars(function).items() if not name.startswith("_")}
+        self._visit_items(vars(function), attributes, depth, parent, function.__name__)
 
     def _visit_names(
         self,

@@ -69,7 +69,14 @@ def holds_itself(mark: Mark, location: Location | None) -> CaptureError:
 
 
 def break_refusal(
-    mark: Mark, location: Location | None, arguments: list[Any], results: list[Any], *, is_moved: bool, entered: list[str]
+    mark: Mark,
+    location: Location | None,
+    arguments: list[Any],
+    results: list[Any],
+    *,
+    is_moved: bool,
+    entered: list[str],
+    sets_modes: bool,
 ) -> CaptureError | None:
     """Why a break with these arguments and results cannot be recorded, if so."""
     if any(type(leaf) in (list, dict, tuple) for leaf in (*arguments, *results)):
@@ -89,6 +96,11 @@ def break_refusal(
     elif entered:
         text = (
             f"is called inside {' and '.join(entered)} that the pass has set, and a replay has not: set it inside the break"
+        )
+    elif sets_modes:
+        text = (
+            "sets a mode (grad mode, autocast, a dtype, a device, threads or the like) and leaves it set, which at a replay "
+            "nothing behind it would put back: put it back inside the break, or set it outside the call"
         )
     elif is_moved:
         text = (

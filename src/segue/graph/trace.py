@@ -41,7 +41,7 @@ from segue.device.watch import GRAD, HostReads, Location, OperationMode, describ
 from segue.errors import CaptureError, TraceMismatchError
 from segue.graph.breaks import Mark, around_bodies, handling, running_body
 from segue.graph.bridge import Fresh, OutputNote, note_output
-from segue.graph.modes import SETTINGS, kernel_settings
+from segue.graph.modes import SETTINGS, current_modes, kernel_modes, kernel_settings
 from segue.graph.refusals import break_refusal, caught, holds_itself, set_inside, strange, unwatchable, without_one_memory
 from segue.graph.state import Draws, default_generator
 from segue.graph.streams import join, noting_streams
@@ -357,10 +357,14 @@ class _TraceHandler:
         lying = _lying(leaves)
         outside = nullcontext() if entered else without_modes(HostReads)  # not the pass's own, which the body is met in
         with handling(None), outside, running_body():
+            standing = _standing(self._device.kind)
             with watched, noting as joins:
                 results, result_spec = flatten(mark.function(*args, **kwargs))
             join(self._device, joins)
-            refusal = break_refusal(mark, location, leaves, results, is_moved=_lying(leaves) != lying, entered=entered)
+            sets = _standing(self._device.kind) != standing
+            refusal = break_refusal(
+                mark, location, leaves, results, is_moved=_lying(leaves) != lying, entered=entered, sets_modes=sets
+            )
             if refusal is not None:
                 self._trace.refusal = refusal
                 return unflatten(result_spec, iter(results))
@@ -374,6 +378,11 @@ class _TraceHandler:
         changed = _changed_argument(spec, leaves, args, kwargs)
         self._trace.breaks.append(BreakNote(mark, spec, scalars, output, location, streams, tuple(joins), changed))
         return unflatten(result_spec, iter(results))
+
+
+def _standing(kind: str) -> Any:
+    """Modes that a body may set and leave."""
+    return kernel_modes(kind), current_modes(kind), torch.get_num_threads(), torch.is_anomaly_enabled()
 
 
 def _lying(leaves: list[Any]) -> list[Any]:

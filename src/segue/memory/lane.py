@@ -93,13 +93,15 @@ class Lane:
 
     def enter(self, *, is_upkeep: bool = False, may_pass: bool = False) -> bool:
         """Takes the lane for one capture or replay on the current stream; pair it with `leave`. `is_upkeep`: neither
-        happens, and nothing is written into the pool. `may_pass`: where its holder may be waiting for this thread, the
-        lane is not taken, and the answer False.
+        happens, and nothing is written into the pool. `may_pass`: where its holder may be waiting for this thread, or is
+        this thread, the lane is not taken, and the answer False.
 
         Raises:
             ReplayError: this thread is already inside this lane; or tensors of it are borrowed (see `lend`).
         """
         if self._is_mine():
+            if may_pass:
+                return False
             raise ReplayError(
                 "a recording was captured or replayed inside another one of the same lane; give the inner callable a "
                 "lane of its own, or call it where its caller is recorded as well"

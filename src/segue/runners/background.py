@@ -43,8 +43,8 @@ class Gate:
     """Calls, any number at once, or one capture. A thread inside a call passes again freely.
 
     Calls may be interrupted anywhere by a signal's handler. So their state is told by thread, where leaving twice is leaving
-    once, and guarded by a plain lock, since a `threading.Condition` may then stay locked. Who waits sleeps on a lock of its
-    own, and wakes now and then by itself.
+    once, and guarded by a lock that such a handler may take as well; a `threading.Condition` may then stay locked. Who waits
+    sleeps on a lock of its own, and wakes now and then by itself.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Gate:
         self._be_open()
 
     def _be_open(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = _asleep()
         """what the capture sleeps on"""
         self._is_capturing = self._is_carried_through = False
@@ -166,7 +166,7 @@ class Background:
         self.gate = Gate()
         self._jobs: deque[tuple[Context, Callable[[], None]]] = deque()
         self._under_way: tuple[Context, Callable[[], None]] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         at_fork(self, Background._begin_anew)
         self._finalizer = weakref.finalize(owner, _stop, self.gate, self._threads)  # runs at exit too
@@ -189,7 +189,7 @@ class Background:
 
     def _begin_anew(self) -> None:
         """In a forked child, which has no such thread: the next call that adds something starts one."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.gate.begin_anew()
         if self._under_way is not None:
             self._jobs.appendleft(self._under_way)

@@ -20,6 +20,7 @@ from segue._compat import is_observed, is_stream_capturing
 from segue.backends import Backend, make_backend
 from segue.backends.base import RecordingBackend
 from segue.device import get_device
+from segue.errors import ReplayError
 from segue.forks import at_fork
 from segue.graph.breaks import lane_holder
 from segue.graph.context import setting
@@ -130,11 +131,15 @@ class CallDispatch:
         self._padding = Padding(options.pad, function) if options.pad else None
         self._shortcuts = Shortcuts()
         self._has_shortcuts = self._padding is None and options.backend != "disabled"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call while this thread holds it
         at_fork(self, CallDispatch._begin_anew)
 
     def _begin_anew(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    def lanes_entered(self) -> list[Lane]:
+        """Those that this thread holds."""
+        return [site.lane for site in list(self.sites.values()) if site.lane.is_entered]
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """Where a call belongs that looks as an earlier one and has a recording, so that nothing needs taking apart: what
@@ -232,6 +237,10 @@ class CallDispatch:
 
     def close(self) -> None:
         """Closes every recording and gives their memory back; later calls run eagerly."""
+        if self.lanes_entered():
+            raise ReplayError(
+                f"{self.name}: step.close() was called in the middle of a call of the same step: close it afterwards"
+            )
         self.is_closed = True
         for site in list(self.sites.values()):
             with site.lane.exclusive(is_upkeep=True):

@@ -11,6 +11,7 @@ anything else apart with `graph.tree`.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
@@ -87,8 +88,8 @@ def scan(args: tuple[Any, ...], kwargs: dict[str, Any], home: Callable[[], torch
             parts.append((kind, leaf))
         elif kind in _INEXACT:
             parts.append((kind, repr(leaf)))
-        elif kind.__module__ == "numpy" and kind.__name__ != "ndarray" and hasattr(leaf, "tobytes"):
-            parts.append((kind, leaf.tobytes()))  # a scalar
+        elif kind.__module__ == "numpy" and isinstance(leaf, sys.modules["numpy"].generic):
+            parts.append((kind, leaf.dtype, leaf.tobytes()))  # a scalar; of a dtype with a unit, or with fields
         elif has_value(leaf):
             parts.append((kind, leaf))
         else:

@@ -16,6 +16,11 @@ CAPTURE = ("lazy", "background")
 DEBUG = (None, "forward", "ops")
 
 
+def _is_one(value: Any, choices: tuple[str | None, ...]) -> bool:
+    """Without asking others than texts and None what they equal."""
+    return (value is None or isinstance(value, str)) and value in choices
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """What can be asked of one `segue.graph`.
@@ -47,13 +52,13 @@ class Options:
     debug: Literal["forward", "ops"] | None = None
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
+        if not _is_one(self.backend, BACKENDS):
             raise ConfigError(f"backend is {self.backend!r}; choose one of {', '.join(BACKENDS)}")
-        if self.capture not in CAPTURE:
+        if not _is_one(self.capture, CAPTURE):
             raise ConfigError(f"capture is {self.capture!r}; choose 'lazy' or 'background'")
-        if self.debug not in DEBUG:
+        if not _is_one(self.debug, DEBUG):
             raise ConfigError(f"debug is {self.debug!r}; choose None, 'forward' or 'ops'")
-        if self.outputs not in ("clone", "view") and not callable(self.outputs):
+        if not _is_one(self.outputs, ("clone", "view")) and not callable(self.outputs):
             raise ConfigError(f"outputs is {self.outputs!r}; choose 'clone', 'view', or give a function of the output")
         for name in ("strict", "inference"):
             if not isinstance(getattr(self, name), bool):
@@ -66,7 +71,7 @@ class Options:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1")
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, "memory_budget")
-        if self.verify not in (None, "first") and not re.fullmatch(r"every:[1-9]\d*", str(self.verify)):
+        if not _is_one(self.verify, (None, "first")) and not re.fullmatch(r"every:[1-9]\d*", str(self.verify)):
             raise ConfigError(f"verify is {self.verify!r}; choose None, 'first' or 'every:N'")
 
     @property

@@ -40,6 +40,8 @@ class Pad:
         object.__setattr__(self, "ladder", ladders.custom(given))
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
             raise ConfigError(f"Pad: dim is {self.dim!r}; give the number of a dimension, counted from 0")
+        if self.axis is not None and not isinstance(self.axis, str):
+            raise ConfigError(f"Pad: axis is {self.axis!r}; give a name, or None for an axis of its own")
         if not isinstance(self.fill, (int, float, complex)):
             raise ConfigError(f"Pad: fill is {self.fill!r}; give a number that the padded tensors can hold")
 
@@ -69,6 +71,7 @@ class Padding:
                 raise ConfigError(f"pad[{name!r}] is {pad!r}; give a segue.Pad")
             if known is not None and name not in known:
                 raise ConfigError(f"pad names {name!r}; the parameters are {', '.join(known)}")
+        self._defaults = _tensor_defaults(function) & self._pads.keys()
         axes: dict[str, Any] = {}
         for name, pad in self._pads.items():
             if axes.setdefault(pad.axis or name, pad.ladder) != pad.ladder:
@@ -77,6 +80,8 @@ class Padding:
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Padded | Reason:
         """The padded shapes of a call whose tensors, in order of the arguments, are `tensors`."""
         owners = self._owners(args, kwargs)
+        if self._defaults and not self._defaults.issubset(owners):  # a tensor that a call leaves out is not padded
+            return Reason.NOT_UNIFORM
         sizes: dict[tuple[str, int], AxisSize] = {}
         live: dict[str, int] = {}
         shapes: list[tuple[int, ...] | None] = [None] * len(tensors)
@@ -130,12 +135,24 @@ def _count(value: Any) -> int:
     return sum(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
 
 
-def parameter_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Names by position, and all names there are: None where any keyword is taken, or the signature cannot be read."""
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """None where the signature cannot be read."""
     target = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        parameters = inspect.signature(target).parameters.values()
+        return list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):
+        return None
+
+
+def _tensor_defaults(function: Callable[..., Any]) -> set[str]:
+    """Parameters whose default is a tensor."""
+    return {p.name for p in _parameters(function) or () if isinstance(p.default, torch.Tensor)}
+
+
+def parameter_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Names by position, and all names there are: None where any keyword is taken, or the signature cannot be read."""
+    parameters = _parameters(function)
+    if parameters is None:
         return (), None
     positional = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -11,6 +11,7 @@ Thread-safe: calls that replay or record are serialised by the device's lane; ea
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from segue.graph.breaks import running_body
 from segue.graph.context import put_back
 from segue.graph.guard import CaptureInterrupted, interruption, is_lent
 from segue.graph.lease import Cut, Lease
+from segue.memory.lane import Lane
 from segue.observe.decision import Reason
 from segue.runners.admission import CHANGED_ARGUMENT, Admission, admit, keeps_arguments
 from segue.runners.background import Background
@@ -77,22 +79,23 @@ class CallRunner:
             self.run = _without_grad(dispatch.function)
         self._recorded = self.run if self.options.debug != "forward" else _as_one_break(self.run, self.name)
         """what is recorded: in debug mode the whole call as one break"""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call while this thread holds it
         at_fork(self, CallRunner._begin_anew)
         self._background = Background(self) if self.options.capture == "background" else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to one call."""
         before, has_grad = copy_context(), is_grad_enabled()
+        outer = self.dispatch.lanes_entered()  # by a call that this one interrupts: of a handler, a finalizer, `outputs`
         try:
             return self._call(args, kwargs) if self._background is None else self.gated(self._call, args, kwargs)
         except BaseException as error:
-            self._put_back(before, has_grad, error)
+            self._put_back(before, has_grad, outer, error)
             raise
 
-    def _put_back(self, before: Context, has_grad: bool, error: BaseException) -> None:
+    def _put_back(self, before: Context, has_grad: bool, entered: list[Lane], error: BaseException) -> None:
         """What a call held or set that an exception ended, were it by a signal's handler that raises at any place: where it
-        did so between a value and the block that resets it, nothing else does."""
+        did so between a value and the block that resets it, nothing else does. Lanes that were `entered` stay so."""
         inside, outer = plainly_because.get(), before.get(plainly_because)
         if inside is not None and inside is not outer:
             inside.is_over = True
@@ -100,11 +103,12 @@ class CallRunner:
         end_grad_modes(error, has_grad)
         if outer is None or outer.is_over:
             for site in list(self.dispatch.sites.values()):
-                site.lane.let_go()
+                if site.lane not in entered:
+                    site.lane.let_go()
 
     def _begin_anew(self) -> None:
         """In a forked child."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain function."""
@@ -238,6 +242,8 @@ class CallRunner:
                 is_due, reason, detail = False, Reason.IN_BACKGROUND, ""
             elif is_lent():  # what is traced or recorded now would lie in the lent pool
                 is_due, reason, detail = False, Reason.FIRST_SEEN, "called inside Lane.lend()"
+            elif sys.is_finalizing():  # the collector runs on its own then, and modules go
+                is_due, reason, detail = False, Reason.FIRST_SEEN, "called while the interpreter ends"
             elif entry.wait:
                 entry.wait -= 1
                 is_due, reason, detail = False, entry.reason, entry.detail

@@ -325,6 +325,8 @@ def graph(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         return lambda f: graph(f, **options)
     if isinstance(function, (classmethod, staticmethod)):
         return type(function)(graph(function.__func__, **options))
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise TypeError(f"segue.graph wraps modules, not their classes: give an object of {function.__qualname__}")
     if not callable(function):
         raise TypeError(f"segue.graph wraps callables, not {type(function).__name__}")
     body = function.forward if isinstance(function, torch.nn.Module) else function
