@@ -78,7 +78,7 @@ class PhaseConfig:
         _check_at_least("max_size", self.max_size, 1)
         _check_at_least("request_slots", self.request_slots, 1)
         _check_at_least("num_warmups", self.num_warmups, 0)
-        if isinstance(self.max_padding, bool) or not isinstance(self.max_padding, (int, float)) or self.max_padding < 1:
+        if isinstance(self.max_padding, bool) or not isinstance(self.max_padding, (int, float)) or not self.max_padding >= 1:
             raise ConfigError(f"max_padding is {self.max_padding!r}; it must be a number of at least 1.0")
         _check_choice("on_failure", self.on_failure, get_args(OnFailure))
         _check_choice("compiler", self.compiler, COMPILERS)

@@ -122,6 +122,11 @@ EAGER = ("--decode", "disabled", "--prefill", "disabled")
         (("generate", "--prompts-file", "/nowhere/prompts.txt"), "/nowhere/prompts.txt cannot be read"),
         (("generate", "Hi", "--json", "/nowhere/out.json"), "/nowhere does not exist"),
         (("generate", "Hi", "--json", "/"), "is a folder"),
+        (("generate", "Hi", "--json", ""), "--json is empty: name a file"),
+        (("generate", "--prompts-file", ""), "--prompts-file is empty"),
+        (("bench", "decode", "--batches", "99999999999"), "--batches is '99999999999'; 65,536 is the most"),
+        (("bench", "prefill", "--lengths", "99999999999"), "--lengths is '99999999999'; 1,048,576 is the most"),
+        (("bench", "matrix", "--decode", "99999999999"), "--decode is '99999999999'; 65,536 is the most"),
         (("doctor", "--json", "/nowhere/out.json"), "/nowhere does not exist"),
         (("doctor", "extra"), "extra"),
     ],
@@ -165,6 +170,15 @@ def test_a_folder_that_is_no_checkpoint_is_a_failure(run: Run, tmp_path: Path) -
     assert "is not a checkpoint folder: it has no config.json" in result.line() and result.status == 1
     result = run("generate", "Hi", "--model", str(tmp_path / "missing"))
     assert "there is no checkpoint folder" in result.line() and result.status == 1
+
+
+def test_what_the_doctor_cannot_load_is_among_its_findings(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "findings.json"
+    result = run("doctor", "--model", str(tmp_path), "--json", str(file))
+    assert "it has no config.json" in result.err and result.err.count("\n") == 1 and result.status == 1
+    *others, last = json.loads(file.read_text())
+    assert last["what"] == "model" and last["state"] == "failed" and "no config.json" in last["detail"]
+    assert {"python", "torch"} <= {found["what"] for found in others}
 
 
 def test_an_unsupported_architecture_is_a_failure(run: Run, mamba_folder: str) -> None:

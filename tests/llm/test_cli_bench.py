@@ -184,9 +184,9 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int]] = {
     "--arms is 'fast'": (("matrix", "--arms", "fast"), 2),
     "--calls must be at least 1": (("matrix", "--calls", "0"), 2),
     "--context is 99999999; it must be from 1 to 8388608": (("decode", "--context", "99999999"), 2),
-    "max_requests is 99999999; it must be": (("decode", "--batches", "1,99999999"), 2),
+    "--batches is '1,99999999'; 65,536 is the most": (("decode", "--batches", "1,99999999"), 2),
     "--prompts and --new-tokens are at most 65,536": (("throughput", "--prompts", "999999999"), 2),
-    "max_context is 1000000008; it must be": (("throughput", "--lengths", "1,999999999"), 2),
+    "--lengths is '1,999999999'; 1,048,576 is the most": (("throughput", "--lengths", "1,999999999"), 2),
     "--max-requests is 9999999; it must be": (("build", "--max-requests", "9999999"), 2),
 }
 

@@ -3,7 +3,9 @@ a cache that shrinks and grows. Undisturbed text is the oracle."""
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import threading
 import time
@@ -13,15 +15,18 @@ from typing import Any
 import pytest
 import torch
 
+from segue.config import GraphConfig
 from segue.errors import ConfigError, SegueError
 from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.checkpoints import converted_folder
+from segue.llm.interrupts import uninterrupted
 
 pytest.importorskip("transformers")
 from llm_support import VOCABULARY, prompt_of, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SIZES: dict[str, Any] = {"device": "cpu", "chunk_size": 32, "max_requests": 4, "max_context": 64, "num_pages": 24}
+OFF = GraphConfig(decode="disabled", prefill="disabled")
 PROMPTS = [prompt_of(9), prompt_of(21), prompt_of(3)]
 
 
@@ -80,6 +85,90 @@ def test_a_handler_of_the_users_own_stays_in_its_place() -> None:
             assert len(tokens(engine)) == 3 and seen == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+def test_ctrl_c_has_its_own_handler_again_whatever_another_signals_handler_raised() -> None:
+    """Between the two halves of a block: then its function has ended, and what it had put in Ctrl-C's place knows that."""
+
+    def left_behind() -> uninterrupted:
+        block = uninterrupted()
+        block.__enter__()
+        return block  # as an exception behind `__enter__` leaves it
+
+    block = left_behind()
+    assert signal.getsignal(signal.SIGINT) == block._note
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    left_behind()
+    with Engine(tiny_model(), EngineConfig(**SIZES)) as engine:
+        assert len(tokens(engine)) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def keeps_it() -> int:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            return 3
+
+    with pytest.raises(KeyboardInterrupt):
+        keeps_it()
+
+
+def test_time_limits_leave_ctrl_c_working() -> None:
+    def ring(*_: object) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rung = 0
+    try:
+        for at in range(60):
+            with Engine(tiny_model(), EngineConfig(**SIZES, graphs=OFF)) as engine:
+                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.0005 * (at % 20))
+                try:
+                    while True:
+                        tokens(engine)
+                except TimeIsUp:
+                    rung += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rung == 60 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_engine_that_is_called_in_the_middle_of_its_step_says_so() -> None:
+    asked: list[Any] = []
+
+    def hook(*_: Any) -> None:
+        for call in asked:
+            with pytest.raises(SegueError, match="in the middle of a step"):
+                call()
+
+    model = tiny_model()
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    with Engine(model, EngineConfig(**SIZES, graphs=OFF)) as engine:
+        expected = tokens(engine)
+        asked += [engine.step, engine.close, lambda: engine.sleep(preempt=True), lambda: engine.resize_cache(20)]
+        assert tokens(engine) == expected
+        asked.clear()
+        assert tokens(engine) == expected
+    engine.close()
+    assert engine.lane.reserved_bytes == 0
+
+
+def test_an_engine_can_be_neither_copied_nor_pickled() -> None:
+    with Engine(tiny_model(), EngineConfig(**SIZES)) as engine:
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="neither copied nor pickled"):
+                make(engine)
+        assert len(tokens(engine)) == 3
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 8, 16, 17, 18])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from segue.errors import SegueError
+from segue.llm import Engine, EngineConfig, SamplingParams
 from segue.llm.facts import attention_facts
 from segue.llm.load import load_model
 
@@ -92,6 +93,28 @@ def test_windows_caps_sinks_and_value_sizes_are_found_per_layer() -> None:
     assert (facts.num_kv_heads, facts.head_dim, facts.value_head_dim) == (4, 12, 6)
 
 
+def test_a_window_that_stands_in_the_mask_alone_bounds_the_context() -> None:
+    """Up to there it says nothing; transformers hands it to no attention function of this family."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    for window, context in ((9, 9), (None, 128), (4096, 128)):
+        model = tiny_model("Phimoe", sliding_window=window, **experts)
+        facts = load_model(model, device="cpu").facts
+        assert facts.layer_windows == (None, None) and facts.max_context == context
+    ids, wanted = list(range(5, 10)), 4
+    model = tiny_model("Phimoe", sliding_window=9, **experts)
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=wanted, do_sample=False, eos_token_id=None)[0, 5:].tolist()
+    with Engine(model, EngineConfig(device="cpu")) as engine:
+        (output,) = engine.generate([ids], SamplingParams(max_tokens=wanted, temperature=0.0, ignore_eos=True))
+        assert list(output.token_ids) == expected
+        with pytest.raises(ValueError, match="the context holds 9"):
+            engine.generate([list(range(12))])
+
+
+def test_a_configuration_that_checks_what_is_set_loads() -> None:
+    tokens = {"cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2}
+    assert load_model(tiny_model("ModernBertDecoder", **tokens), device="cpu").facts.num_layers == 2
+
+
 def test_the_pad_warning_that_reads_ids_on_the_host_is_off() -> None:
     loaded = load_model(tiny_model("GPT2", n_embd=32, n_layer=2, n_head=4), device="cpu")
     assert loaded.model.config.pad_token_id is None and loaded.facts.max_context == 128
@@ -105,11 +128,15 @@ def test_the_pad_warning_that_reads_ids_on_the_host_is_off() -> None:
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
         ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention"]}, "Qwen3NextForCausalLM"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
+        ("Bert", {}, "bidirectional"),
+        ("Roberta", {}, "bidirectional"),
+        ("Llama", {"is_causal": False}, "bidirectional"),
+        ("Gemma3Text", {"use_bidirectional_attention": True}, "bidirectional"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(family: str, changes: dict[str, Any], reason: str) -> None:
     message = refusal(tiny_model(family, **changes))
-    assert family in message and reason in message and "cannot run under Segue" in message
+    assert family.removesuffix("Text") in message and reason in message and "cannot run under Segue" in message
 
 
 def test_an_unsupported_folder_is_refused_before_its_weights_are_read(tiny_checkpoint: Checkpoint) -> None:

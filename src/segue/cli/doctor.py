@@ -56,7 +56,11 @@ def run(options: argparse.Namespace) -> int:
     findings.append(_guarded("default model", _default_model))
     print(format_table(["what", "state", "detail", "remedy"], [list(f) for f in findings]))
     if options.model is not None:
-        of_model = _model(options.model, options.device)
+        try:
+            of_model = _model(options.model, options.device)
+        except Exception as error:
+            write_json(options.json, [f._asdict() for f in (*findings, _failed("model", error))])
+            raise
         print("\n" + "\n".join(f"{f.what}: {f.detail}" for f in of_model))
         findings += of_model
     write_json(options.json, [f._asdict() for f in findings])
@@ -96,7 +100,11 @@ def _guarded(what: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except Exception as error:
-        return Finding(what, "failed", " ".join(str(error).split())[:120] or type(error).__name__)
+        return _failed(what, error)
+
+
+def _failed(what: str, error: Exception) -> Finding:
+    return Finding(what, "failed", " ".join(str(error).split())[:120] or type(error).__name__)
 
 
 def _python() -> Finding:

@@ -145,6 +145,8 @@ def _read_prompts(options: argparse.Namespace) -> list[_Prompt]:
 
 def _read_text(file: str) -> str:
     """A file, or standard input for ``-``; UTF-8, with or without a byte order mark."""
+    if not file:
+        raise UsageError("--prompts-file is empty: name a file, or - for standard input")
     if file == "-" and sys.stdin is None:
         raise UsageError("--prompts-file -: standard input is closed")
     try:

@@ -37,6 +37,8 @@ def check_writable(file: str | None, option: str = "--json") -> None:
     """
     if file is None:
         return
+    if not file:
+        raise UsageError(f"{option} is empty: name a file")
     path = Path(file)
     if path.is_dir():
         raise UsageError(f"{option} {file} is a folder: name a file")

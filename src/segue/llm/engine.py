@@ -112,7 +112,6 @@ class Engine(Lifecycle):
         self._finished: dict[str, RequestOutput] = {}
         self._num_steps = {"prefill": 0, "decode": 0}
         self._num_generated = 0
-        self._is_closed = False
         self._flight: _Flight | None = None
         self._overlaps = self.config.overlap is True or (self.config.overlap == "auto" and self.device.kind == "cuda")
         self.lane = Lane(self.device)
@@ -209,15 +208,6 @@ class Engine(Lifecycle):
     def _new_id(self) -> str:
         return next(name for name in (f"request-{i}" for i in self._ids) if name not in self._live)
 
-    def _check_not_closed(self) -> None:
-        if self._is_closed:
-            raise SegueError("this engine is closed: make a new one")
-
-    def _check_open(self) -> None:
-        self._check_not_closed()
-        if self._is_asleep:
-            raise SegueError("this engine sleeps, without cache and graphs: call wake() first")
-
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ValueError where there are none, or some are outside the vocabulary."""
         return encode(prompt, self.tokenizer, self.facts.vocab_size, self.sizes.max_context, self.facts.max_context)
@@ -229,10 +219,14 @@ class Engine(Lifecycle):
     def _advance(self, *, runs_ahead: bool) -> bool:
         """`step`. With `runs_ahead` the device is given the next step, if it is certain, before this one is waited for, so
         that it never idles while the host takes tokens and builds batches."""
-        with uninterrupted(), self._lock:
+        with uninterrupted() as block, self._lock:
             self._check_open()
+            self._check_not_inside()
+            self._step = block
             flight, self._flight = self._flight, None
+            self.lane.let_go()  # if an exception of a signal's handler left it held
             if flight is None:
+                self._scheduler.cancel_any()
                 self._follow_weights()
                 step = self._scheduler.schedule()
                 if step is None:
@@ -458,6 +452,7 @@ class Engine(Lifecycle):
         with self._lock:
             if self._is_closed:
                 return
+            self._check_not_inside()
             self._is_closed = True
             self._leave_model()
             self._discard(list(self._live))

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 MOST_TOKENS = 1 << 20
 """of one prefill step"""
 MOST_CONTEXT = 1 << 24
+MOST_REQUESTS = 1 << 16
 _DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 _BOUNDS = {
     "chunk_size": (1, MOST_TOKENS),
-    "max_requests": (1, 1 << 16),
+    "max_requests": (1, MOST_REQUESTS),
     "max_context": (2, MOST_CONTEXT),
     "num_pages": (3, 1 << 27),
 }

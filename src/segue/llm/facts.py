@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PROBE_ATTENTION = "segue_probe"
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LIBRARIES = frozenset({"segue", "torch", "transformers"})
+_BIDIRECTIONAL = "its attention is bidirectional: tokens see those behind them, which no cache of K and V can serve"
 _REFUSED_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -100,6 +101,8 @@ def check_supported(model_class: Any, config: Any) -> None:
         _refuse(name, f"it keeps a state besides K and V between steps, or attends in another way{layers}")
     if getattr(text, "num_kv_shared_layers", 0):
         _refuse(name, "some of its layers share another layer's K and V")
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
+        _refuse(name, _BIDIRECTIONAL)
     refused = sorted(_REFUSED_ROPE & set(_rope_types(text)))
     if refused:
         _refuse(name, f"its rope type {refused[0]!r} changes with the length of the text; set a static one in config.json")
@@ -120,7 +123,7 @@ def model_facts(model: PreTrainedModel, layers: tuple[LayerFacts, ...], eos_toke
         value_head_dim=first.value_head_dim,
         hidden_size=int(config.hidden_size),
         vocab_size=int(config.vocab_size if head is None else head.weight.shape[0]),
-        max_context=_max_context(type(model).__name__, config),
+        max_context=_max_context(type(model).__name__, config, windows),
         dtype=model.dtype,
         eos_token_ids=eos_token_ids,
         sliding_window=max((window for window in windows if window is not None), default=None),
@@ -161,9 +164,14 @@ def attention_facts(model: PreTrainedModel) -> tuple[LayerFacts, ...]:
 
 
 def _check_layers(name: str, config: Any, noted: list[LayerFacts]) -> None:
-    count = int(config.num_hidden_layers)
-    if sorted(layer.layer_idx for layer in noted) != list(range(count)):
+    count, called = int(config.num_hidden_layers), sorted(layer.layer_idx for layer in noted)
+    if len(called) == len(set(called)) != count:
         _refuse(name, f"{len(noted)} attentions were called for {count} layers; each layer must call its own once")
+    if called != list(range(count)):
+        _refuse(
+            name,
+            "its layers call their attention more than once, or share their numbers; each needs a cache of its own",
+        )
     if len({layer[1:5] for layer in noted}) != 1:
         _refuse(name, "its layers differ in their numbers of heads or head sizes, and one KV cache holds all")
     if len({layer.softcap for layer in noted}) != 1:
@@ -182,7 +190,7 @@ def _is_of_user(error: Exception) -> bool:
 
 
 class _AddsToScores(ValueError):
-    """A layer hands over what the paged attention has no place for."""
+    """A layer hands over, or asks for, what the paged attention has no place for."""
 
 
 _notes: ContextVar[list[LayerFacts]] = ContextVar("segue_attention_notes")
@@ -206,6 +214,8 @@ def _probe(
     """Notes the shapes (``[1, heads, tokens, dim]``) and returns zeros in the shape of an attention's result."""
     if attention_mask is not None or settings.get("position_bias") is not None:
         raise _AddsToScores("it adds a mask or a bias of its own to the attention scores")
+    if not settings.get("is_causal", getattr(module, "is_causal", True)):
+        raise _AddsToScores(_BIDIRECTIONAL)
     _notes.get().append(
         LayerFacts(
             layer_idx=int(module.layer_idx),  # type: ignore[arg-type]
@@ -221,11 +231,15 @@ def _probe(
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _max_context(name: str, config: Any) -> int:
+def _max_context(name: str, config: Any, windows: tuple[int | None, ...]) -> int:
+    """The largest position; or the length up to which a window says nothing that no layer hands to its attention, since it
+    stands in a mask alone."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    is_hidden = isinstance(window, int) and not any(windows) and (kinds is None or "sliding_attention" in kinds)
     for field in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, field, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return min(value, window) if is_hidden and window else value
     return _refuse(name, "its config names no largest position (max_position_embeddings)")
 
 

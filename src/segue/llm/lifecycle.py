@@ -11,6 +11,7 @@ the first request.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -31,6 +32,7 @@ from segue.llm.config import Sizes, bytes_per_page, check_pages, resized, settle
 from segue.llm.engine_config import EngineConfig
 from segue.llm.facts import ModelFacts
 from segue.llm.fuse import FusionReport, fuse, is_fused
+from segue.llm.interrupts import uninterrupted
 from segue.llm.kv_cache import PagedKVCache
 from segue.llm.pages import MIN_PAGES, PagePool
 from segue.llm.readback import Readback
@@ -75,7 +77,9 @@ class Lifecycle(ABC):
         self.capture_reports: dict[str, CaptureReport] = {}
         self.num_recaptures = 0
         """captures after start-up: after a wake, a resize, or weights that moved"""
-        self._is_asleep = False
+        self._is_asleep = self._is_closed = False
+        self._step: uninterrupted | None = None
+        """the last one, which may be under way"""
         self._decisions: dict[str, Decisions] = {}
         """counted over all runners that a phase has had"""
         self._readings: tuple[MemoryReading, MemoryReading] | None = None
@@ -97,12 +101,24 @@ class Lifecycle(ABC):
     def _make_runners(self) -> tuple[ResolvedConfig, PrefillRunner, DecodeRunner]:
         """For the cache, the lane and the sizes as they are now."""
 
-    @abstractmethod
-    def _check_not_closed(self) -> None: ...
+    def _check_not_closed(self) -> None:
+        if self._is_closed:
+            raise SegueError("this engine is closed: make a new one")
 
-    @abstractmethod
     def _check_open(self) -> None:
-        """Neither closed nor asleep."""
+        self._check_not_closed()
+        if self._is_asleep:
+            raise SegueError("this engine sleeps, without cache and graphs: call wake() first")
+
+    def _check_not_inside(self) -> None:
+        """Hold the lock: so it is this thread's own stack that tells."""
+        if self._step is not None and self._step.is_around(sys._getframe()):
+            raise SegueError(
+                "this engine is in the middle of a step, in which a hook, a break or a tokenizer called it: wait for its end"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an Engine owns graphs and device memory, and can be neither copied nor pickled: make another one")
 
     @abstractmethod
     def _land(self) -> None: ...
@@ -257,6 +273,7 @@ class Lifecycle(ABC):
         """
         check_type("num_pages", num_pages, int)
         with self._lock:
+            self._check_not_inside()
             self._land()
             self._check_open()
             if self._scheduler.has_work:
@@ -283,6 +300,7 @@ class Lifecycle(ABC):
             SegueError: requests are in flight, and `preempt` was not asked for.
         """
         with self._lock:
+            self._check_not_inside()
             self._land()
             if self._is_asleep:
                 return 0
@@ -302,6 +320,7 @@ class Lifecycle(ABC):
             CaptureError: a shape could not be recorded, and its phase is configured to raise.
         """
         with self._lock:
+            self._check_not_inside()
             self._check_not_closed()
             if not self._is_asleep:
                 return

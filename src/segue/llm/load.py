@@ -103,7 +103,7 @@ def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, e
     model.eval()
     own_config(model)
     # With a pad id, some models compare it with the ids on the host at each call, to warn about a missing mask.
-    model.config.pad_token_id = None
+    vars(model.config)["pad_token_id"] = None  # past checks of the config's own
     capability = torch.cuda.get_device_capability(model.device) if model.device.type == "cuda" else None
     chosen = choose_experts(model, experts, capability)
     layers = attention_facts(model)

@@ -283,6 +283,10 @@ class Scheduler:
             raise ValueError("cancel() got a step that is not in flight; pass what schedule() returned last, once")
         self._step = self._ahead = None
 
+    def cancel_any(self) -> None:
+        """Takes back what an exception of a signal's handler left in flight between two lines of whoever ran it."""
+        self._step = self._ahead = None
+
     def preempt_all(self) -> None:
         """Takes the pages of every running request back: each is waiting again, in order, and will be computed anew."""
         for request in reversed(list(self._running)):

@@ -17,6 +17,7 @@ from segue.cli.bench.common import (
 )
 from segue.cli.output import import_torch, note
 from segue.cli.usage import usage
+from segue.llm.engine_config import MOST_REQUESTS
 from segue.observe.report import format_table
 from segue.observe.speed_plot import draw_decode
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_results(options)
-    asked = sizes_of(options.batches, "batches")
+    asked = sizes_of(options.batches, "batches", MOST_REQUESTS)
     import_torch()
     check_context(options.context)
     from segue.config import GraphConfig, PhaseConfig

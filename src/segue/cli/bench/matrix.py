@@ -8,6 +8,7 @@ from typing import Any
 from segue.cli.bench.common import add_model_arguments, check_context, describe_machine, make_model, sizes_of
 from segue.cli.output import check_writable, import_torch, write_json
 from segue.cli.usage import UsageError, usage
+from segue.llm.engine_config import MOST_REQUESTS, MOST_TOKENS
 from segue.observe.report import format_bytes, format_table
 
 HELP = "compiler x graphs x backend x rung: memory, host and device time, latencies"
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
-    asked = {phase: sizes_of(getattr(options, phase), phase) for phase in ("decode", "prefill")}
+    most = {"decode": MOST_REQUESTS, "prefill": MOST_TOKENS}
+    asked = {phase: sizes_of(getattr(options, phase), phase, bound) for phase, bound in most.items()}
     if options.calls is not None and options.calls < 1:
         raise UsageError("--calls must be at least 1")
     import_torch()

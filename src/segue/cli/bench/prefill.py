@@ -16,6 +16,7 @@ from segue.cli.bench.common import (
 )
 from segue.cli.output import import_torch
 from segue.cli.usage import UsageError, usage
+from segue.llm.engine_config import MOST_TOKENS
 from segue.observe.report import format_bytes, format_table
 from segue.observe.speed_plot import draw_prefill
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_results(options)
-    asked = sizes_of(options.lengths, "lengths")
+    asked = sizes_of(options.lengths, "lengths", MOST_TOKENS)
     arms = tuple(dict.fromkeys(options.arms.split(",")))
     import_torch()
     from segue.llm.bench.prefill import ARMS, measure_prefill

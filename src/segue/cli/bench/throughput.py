@@ -17,6 +17,7 @@ from segue.cli.bench.common import (
 )
 from segue.cli.output import import_torch, note
 from segue.cli.usage import UsageError, usage
+from segue.llm.engine_config import MOST_TOKENS
 from segue.observe.speed_plot import draw_throughput
 
 _DEFAULTS: dict[str, tuple[int, tuple[int, ...], int]] = {"cuda": (64, (64, 512), 128), "cpu": (4, (8, 32), 8)}
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_results(options)
-    asked = sizes_of(options.lengths, "lengths") or ()
+    asked = sizes_of(options.lengths, "lengths", MOST_TOKENS) or ()
     is_a_range = asked == () or options.lengths.split(",") in ([str(asked[0]), str(asked[-1])], [str(asked[0])])
     if not is_a_range or any(size is not None and size < 1 for size in (options.prompts, options.new_tokens)):
         raise UsageError(
