@@ -102,9 +102,9 @@ class CallRunner:
         put_back(before)
         end_grad_modes(error, has_grad)
         if outer is None or outer.is_over:
-            for site in list(self.dispatch.sites.values()):
-                if site.lane not in entered:
-                    site.lane.let_go()
+            for lane in self.dispatch.lanes:
+                if lane not in entered:
+                    lane.let_go()
 
     def _begin_anew(self) -> None:
         """In a forked child."""
