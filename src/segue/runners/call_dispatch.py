@@ -123,7 +123,6 @@ class CallDispatch:
         self.name = name
         self.options = options
         self.sites: dict[torch.device, Site] = {}
-        self.lanes: tuple[Lane, ...] = ()
         self.past_replays = self.past_evictions = 0
         """of sites that were closed"""
         self.is_frozen = False
@@ -140,7 +139,7 @@ class CallDispatch:
 
     def lanes_entered(self) -> list[Lane]:
         """Those that this thread holds."""
-        return [lane for lane in self.lanes if lane.is_entered]
+        return [site.lane for site in list(self.sites.values()) if site.lane.is_entered]
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """Where a call belongs that looks as an earlier one and has a recording, so that nothing needs taking apart: what
@@ -250,7 +249,6 @@ class CallDispatch:
             self.past_replays += site.store.replays
             self.past_evictions += site.store.evictions
         self.sites.clear()
-        self.lanes = ()
         self._shortcuts.forget()
 
     def _has_trained_parameters(self) -> bool:
@@ -265,9 +263,7 @@ class CallDispatch:
 
     def _open(self, device: torch.device) -> Site:
         with self._lock:
-            site = self.sites.get(device) or self.sites.setdefault(device, Site(device, self.options))
-            self.lanes = tuple([site.lane for site in self.sites.values()])
-            return site
+            return self.sites.get(device) or self.sites.setdefault(device, Site(device, self.options))
 
 
 def _eagerly(reason: Reason, detail: str = "") -> Found:

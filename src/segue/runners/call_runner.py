@@ -102,7 +102,7 @@ class CallRunner:
         put_back(before)
         end_grad_modes(error, has_grad)
         if outer is None or outer.is_over:
-            for lane in self.dispatch.lanes:
+            for lane in self.dispatch.lanes_entered():
                 if lane not in entered:
                     lane.let_go()
 
