@@ -4,6 +4,7 @@ functions, in objects in lists, and in what a break is given. Whatever happens t
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import io
 from collections import OrderedDict
@@ -216,6 +217,17 @@ def test_a_change_there_is_seen(make: Callable[[], tuple[Any, Callable[[], None]
         for _ in range(4):
             same(step(two(4)), f(two(4)))
         assert step.report().replays > 1, "it is recorded again"
+
+
+def test_values_of_pythons_own_kinds_do_not_count() -> None:
+    """As numbers and texts there do not (docs/safety.md): a log that others keep makes no recording another one."""
+    model = Stages()
+    model.table["when"] = datetime.datetime(2026, 1, 1)
+    step = segue.graph(model)
+    for day in range(1, 8):
+        model.table["when"] = datetime.datetime(2026, 1, day)
+        same(step(two(4)), model(two(4)))
+    assert step.report().replays == 5
 
 
 def test_a_tensor_that_a_class_holds_is_told_from_another() -> None:

@@ -16,6 +16,7 @@ Not seen: another order of more than five dimensions over the same memory, and t
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from operator import getitem, is_, itemgetter
@@ -35,6 +36,8 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _SIZES = (tuple, range, slice)
 _HELD = (torch.Tensor, torch.nn.Module, *_SCALARS, *_SIZES, list, dict, set, frozenset, deque)
 """what other ways tell, or what says nothing"""
+_OF_PYTHON = sys.stdlib_module_names - {"__main__"}
+"""whose objects are values: a date, a path"""
 _INDIFFERENT = frozenset(
     getattr(torch.nn, name)
     for name in (
@@ -278,7 +281,10 @@ def global_hooks() -> list[dict[int, Any]]:
 
 def _decides(value: Any) -> bool:
     """Whether a value says which way code takes by what it is: code, types, flags and Nones, and objects of the user's."""
-    return isinstance(value, CODE) or not (isinstance(value, _HELD) or is_library(type(value).__module__))
+    if isinstance(value, CODE):
+        return True
+    module = type(value).__module__
+    return not (isinstance(value, _HELD) or is_library(module) or module.partition(".")[0] in _OF_PYTHON)
 
 
 def _is_placed(tensor: torch.Tensor) -> bool:
