@@ -24,7 +24,7 @@ import torch
 
 from segue.graph.audit import global_hooks
 from segue.graph.breaks import Mark
-from segue.graph.reach import HOOKS, Attributes, Cell, Reach, Slots, makes_items
+from segue.graph.reach import HOOKS, Attributes, Cell, ClassSpace, Reach, Slots, makes_items
 from segue.graph.tree import same_value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -46,7 +46,7 @@ class HostState:
         containers: dict[int, tuple[Any, str]] = {}
         tables: set[int] = set()
         for link in reach.links:
-            if isinstance(link.container, (Cell, Attributes, Slots)) or (
+            if type(link.container) in (Cell, Attributes, ClassSpace, Slots) or (
                 isinstance(link.container, dict) and "__builtins__" in link.container
             ):
                 self._entries.append((link.container, link.key, link.value, link.label))

@@ -121,6 +121,27 @@ class Slots:
         object.__setattr__(self._object, key, value)
 
 
+class ClassSpace:
+    """The attributes of a class."""
+
+    __slots__ = ("_class",)
+
+    def __init__(self, owner: type) -> None:
+        self._class = owner
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self._class)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        setattr(self._class, key, value)
+
+
+class Members(Slots):
+    """What an object of C's shows as attributes: often read-only, and made anew when asked."""
+
+    __slots__ = ()
+
+
 class Link(NamedTuple):
     """`container[key]` was `value`. `parent` is the link that led to the container, None at the callable itself."""
 
@@ -264,7 +285,8 @@ class Reach:
                 if depth == 0:
                     self.spaces.append(attributes)
                 self._visit_items(attributes, attributes, depth, parent, label or type(value).__name__)
-            self._visit_items(Slots(value), _in_slots(value), depth, parent, label or type(value).__name__)
+            for kind in (Slots, Members):
+                self._visit_items(kind(value), _in_slots(value, kind), depth, parent, label or type(value).__name__)
             self._visit_class(type(value), depth, parent)
 
     def _visit_module(self, module: torch.nn.Module, depth: int, parent: int | None, label: str) -> None:
@@ -313,7 +335,7 @@ class Reach:
                 for name, value in list(vars(base).items()):
                     is_constant = not name.startswith("__") and not isinstance(value, (*_PLAIN, *_METHODS))
                     if isinstance(value, torch.Tensor) or is_constant:
-                        self._link(vars(base), name, value, max(depth, 1), parent, f"{base.__name__}.{name}")
+                        self._link(ClassSpace(base), name, value, max(depth, 1), parent, f"{base.__name__}.{name}")
 
     def _visit_function(self, function: FunctionType, depth: int, parent: int | None) -> None:
         if depth > _MAX_CODE_DEPTH:
@@ -437,8 +459,9 @@ def _is_array_of_objects(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype == object and value.size <= _MAX_ITEMS
 
 
-def _in_slots(value: Any) -> dict[str, Any]:
-    names = [n for base in type(value).__mro__ for n, v in vars(base).items() if isinstance(v, MemberDescriptorType)]
+def _in_slots(value: Any, kind: type[Slots]) -> dict[str, Any]:
+    bases = [base for base in type(value).__mro__ if ("__slots__" in vars(base)) == (kind is Slots)]
+    names = [n for base in bases for n, v in vars(base).items() if isinstance(v, MemberDescriptorType)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
