@@ -103,6 +103,7 @@ EAGER = ("--decode", "disabled", "--prefill", "disabled")
         (("generate", "Hi", "--prefill", "piecewise"), "'piecewise'"),
         (("generate", "Hi", "--model", ""), "argument --model: it is empty"),
         (("doctor", "--model", " "), "argument --model: it is empty"),
+        (("doctor", "--device", "cuda"), "--device says where --model would run"),
         (("generate", "Hi", "--device", "tpu"), "'tpu'"),
         (("generate", "Hi", "--max-tokens", "0"), "--max-tokens is 0"),
         (("generate", "Hi", "--max-tokens", "many"), "'many'"),

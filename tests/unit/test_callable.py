@@ -171,6 +171,17 @@ def test_what_runs_after_its_call_returned_is_refused(later: Any) -> None:
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("make", [torch.zeros, torch.ones, torch.empty, torch.rand])
+def test_an_empty_tensor_that_is_made_inside_is_recorded(device: Device, new: Any, make: Any) -> None:
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        none = make(0, 3, device=device.device)
+        return x * 2, none, torch.cat([x, none]), none.sum(1)
+
+    step = segue.graph(f)
+    check_calls(step, f, calls(new, (2, 3)))
+    assert step.report().replays == 3
+
+
 def test_plain_values_count_by_type_and_value(new: Any) -> None:
     def f(x: torch.Tensor, n: Any) -> Any:
         return x * 2, type(n).__name__, n

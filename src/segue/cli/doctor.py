@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from segue.cache import cache_folder
 from segue.cli.output import check_writable, import_torch, write_json
-from segue.cli.usage import model_source
+from segue.cli.usage import UsageError, model_source
 from segue.errors import SegueError
 from segue.llm.checkpoints import converted_folder, extra_remedy, find_default_model, is_whole
 from segue.observe.report import format_table
@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
+    if options.device != "auto" and options.model is None:
+        raise UsageError("--device says where --model would run: give both, or neither")
     import_torch()
     findings = [_python(), _torch(), _recording("cpu"), _cuda()]
     findings += [_extra(name, modules) for name, modules in _EXTRAS.items()]

@@ -248,8 +248,9 @@ class CpuCapture:
         results = [self._allocate(g) for g in self._geometries(op, args, kwargs)]
         if not op.allocates:
             assert self._steps is not None
-            views = [None if r is None else self._pool.view(r) if r.numel() else r for r in results]
-            tape_args, tape_kwargs = self._tape_arguments.of(args), self._tape_kwargs(kwargs)
+            held = self._tape_arguments.of  # an empty result too: torch detaches what somebody else holds
+            views = [None if r is None else self._pool.view(r) if r.numel() else held(r) for r in results]
+            tape_args, tape_kwargs = held(args), self._tape_kwargs(kwargs)
             self._steps.append(functional_step(op, tape_args, tape_kwargs, views))
         return rebuilt(op, args, kwargs, results)
 
@@ -270,7 +271,7 @@ class CpuCapture:
         if wanted is None:
             return None
         result = self._pool.allocate(*wanted)
-        if result.numel():  # empty tensors have no block, and the tape holds them as they are
+        if result.numel():  # empty tensors have no block
             forbid_data_access(result)
         return result
 
