@@ -87,10 +87,6 @@ def test_a_handler_of_the_users_own_stays_in_its_place() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-class TimeIsUp(Exception):
-    pass
-
-
 def test_ctrl_c_has_its_own_handler_again_whatever_another_signals_handler_raised() -> None:
     """Between the two halves of a block: then its function has ended, and what it had put in Ctrl-C's place knows that."""
 
@@ -116,31 +112,6 @@ def test_ctrl_c_has_its_own_handler_again_whatever_another_signals_handler_raise
 
     with pytest.raises(KeyboardInterrupt):
         keeps_it()
-
-
-def test_time_limits_leave_ctrl_c_working() -> None:
-    def ring(*_: object) -> None:
-        raise TimeIsUp
-
-    before = signal.signal(signal.SIGALRM, ring)
-    rung = 0
-    try:
-        for at in range(60):
-            with Engine(tiny_model(), EngineConfig(**SIZES, graphs=OFF)) as engine:
-                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.0005 * (at % 20))
-                try:
-                    while True:
-                        tokens(engine)
-                except TimeIsUp:
-                    rung += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert rung == 60 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_engine_that_is_called_in_the_middle_of_its_step_says_so() -> None:
